@@ -1,0 +1,1 @@
+"""Atomic checkpoints, kept apart by mode."""

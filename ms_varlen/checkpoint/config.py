@@ -1,0 +1,21 @@
+"""The `checkpoint` section of a recipe."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class CheckpointConfig(BaseModel):
+    """Where a run writes, how often it saves, and what it goes on from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    output_dir: Path = Field(description="folder of all runs of this recipe; a run writes below <output_dir>/<mode>")
+    every: int | None = Field(default=None, ge=1, description="steps between two checkpoints; null: only at the end")
+    keep: int = Field(default=2, ge=1, description="number of newest checkpoints that are kept")
+    resume: Literal["auto", "never"] | Path = Field(
+        default="auto",
+        description="auto: go on with the newest run; never: begin anew in a numbered folder; "
+        "a folder step_NNNNNNNN: go on from exactly this checkpoint",
+    )

@@ -1,0 +1,305 @@
+"""Which folder a run writes to, and what it goes on from.
+
+`<output_dir>/<mode>` is the first run of a mode, `<output_dir>/<mode>-2` the second, and so on; nothing is overwritten.
+
+`checkpoint.resume` decides:
+
+- `auto`: the run with the highest number goes on at its newest checkpoint, or at step 0 when it was killed before its
+  first one; without a run, the first begins;
+- `never`: a run begins at step 0, in a new numbered folder when there are runs already;
+- a folder `step_NNNNNNNN`: exactly this checkpoint goes on. In its own run folder when it is the newest there and the
+  folder is one of this `output_dir` and mode; else in a new numbered folder that begins with it (hard links, or copies
+  on another disk) and with the metrics up to its step. So newer checkpoints and other folders stay as they are.
+
+To go on, the recipe must be the one in `recipe.yaml` beside the checkpoint, but for `MAY_CHANGE`. One process at a time
+writes a run folder: an flock on its `.lock`, which the system releases when the process ends, however it ends (a child
+that was forked without exec shares it). With several ranks, one of them opens the run.
+"""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from ms_varlen.checkpoint.config import CheckpointConfig
+from ms_varlen.checkpoint.store import (
+    Checkpoint,
+    CorruptCheckpointError,
+    check_mode,
+    fsync,
+    list_checkpoints,
+    load_checkpoint,
+    read_manifest,
+    remove_leftovers,
+    step_of,
+    write_atomically,
+)
+from ms_varlen.errors import CheckpointError
+
+logger = logging.getLogger("ms_varlen")
+
+RECIPE_FILE = "recipe.yaml"
+METRICS_FILE = "metrics.jsonl"
+LOCK_FILE = ".lock"
+
+MAY_CHANGE = frozenset(
+    {
+        "train.steps",
+        "train.eval_every",
+        "checkpoint.output_dir",  # says where the run lies; it is there
+        "checkpoint.every",
+        "checkpoint.keep",
+        "checkpoint.resume",
+        "graph.compile_cache",
+        "graph.max_graphs",
+        "device.max_memory",
+    }
+)
+"""Recipe keys that may differ between a run and its continuation."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass
+class Run:
+    """A run folder that this process may write to, until `close`.
+
+    `checkpoint` holds all arrays of the run so far: set it to None once they are loaded, and their memory is free.
+    """
+
+    folder: Path
+    checkpoint: Checkpoint | None
+    lock: IO[bytes]
+
+    @property
+    def metrics_path(self) -> Path:
+        """The run's `metrics.jsonl`, cut back to the checkpoint's step."""
+        return self.folder / METRICS_FILE
+
+    def close(self) -> None:
+        """Let other processes write to the folder."""
+        self.lock.close()
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def run_folders(output_dir: Path, mode: str) -> list[Path]:
+    """Folders of the runs of a mode, in the order they were begun."""
+    if not output_dir.is_dir():
+        return []
+    name = re.compile(rf"{re.escape(mode)}(?:-(\d+))?")
+    found = [(name.fullmatch(path.name), path) for path in output_dir.iterdir() if path.is_dir()]
+    return [path for _, path in sorted((int(match[1] or 1), path) for match, path in found if match)]
+
+
+def open_run(
+    config: CheckpointConfig, mode: str, resolved_recipe: Mapping[str, Any], expected_shapes: Shapes | None = None
+) -> Run:
+    """The folder to write to, locked, and the checkpoint to go on from, loaded and verified.
+
+    Args:
+        config: the `checkpoint` section.
+        mode: the recipe's mode.
+        resolved_recipe: the whole recipe as plain values (`model_dump(mode="json")`); `train.steps` is read.
+        expected_shapes: the model's parameters, name -> shape; None takes the checkpoint's.
+    Raises:
+        CheckpointError: another process writes there, a recipe key changed, the checkpoint is corrupt, of another mode
+            or of another model, or is beyond `train.steps`. Nothing was changed then, leftovers of a kill apart.
+    """
+    # As it will be read back, so that a tuple of the caller is no change.
+    recipe = yaml.safe_load(yaml.safe_dump(dict(resolved_recipe)))
+    with _opening(config.output_dir):
+        runs = run_folders(config.output_dir, mode)
+        if isinstance(config.resume, Path):
+            manifest = read_manifest(config.resume)
+            check_mode(config.resume, manifest, mode)
+            home = config.resume.resolve().parent
+            if home in [folder.resolve() for folder in runs] and list_checkpoints(home)[-1].name == config.resume.name:
+                return _go_on(home, mode, recipe, expected_shapes)
+            checkpoint = _load(config.resume.resolve(), mode, recipe, expected_shapes)
+            return _begin(_next_folder(config.output_dir, mode, runs), recipe, checkpoint)
+        if config.resume == "auto" and runs:
+            return _go_on(runs[-1], mode, recipe, expected_shapes)
+        return _begin(_next_folder(config.output_dir, mode, runs), recipe, None)
+
+
+def cut_metrics(path: Path, step: int) -> None:
+    """Cut a metrics file back to steps <= `step`, at once or not at all; a half-written last line goes too.
+
+    Raises:
+        CheckpointError: a line before the last is no metrics line.
+    """
+    if path.exists():
+        write_atomically(path, _lines_up_to(path, step))
+
+
+def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Dotted keys outside `MAY_CHANGE` that differ between two recipes, each as "key: was 1, is 2"."""
+    before, after = dict(_flat(old)), dict(_flat(new))
+
+    def say(values: dict[str, Any], key: str) -> str:
+        return json.dumps(values[key]) if key in values else "not set"
+
+    return [
+        f"{key}: was {say(before, key)}, is {say(after, key)}"
+        for key in sorted((before.keys() | after.keys()) - MAY_CHANGE)
+        if key not in before or key not in after or before[key] != after[key]
+    ]
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, entry in value.items():
+        if isinstance(entry, Mapping) and entry:
+            yield from _flat(entry, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", entry
+
+
+def _lines_up_to(path: Path, step: int) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        for number, line in enumerate(file, start=1):
+            try:
+                keep = json.loads(line)["step"] <= step
+            except (ValueError, KeyError, TypeError) as error:
+                if file.tell() == size:
+                    return
+                raise CheckpointError(
+                    f"{path} line {number} must be an object with a step, found {line[:60]!r}; "
+                    "remove the line, or begin anew with checkpoint.resume=never"
+                ) from error
+            if keep:
+                yield line if line.endswith(b"\n") else line + b"\n"
+
+
+@contextlib.contextmanager
+def _opening(output_dir: Path) -> Iterator[None]:
+    """Only one process at a time chooses and makes run folders; held for the time of `open_run`."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    with (output_dir / LOCK_FILE).open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        remove_leftovers(output_dir)
+        yield
+
+
+def _lock(folder: Path) -> IO[bytes]:
+    lock = (folder / LOCK_FILE).open("a+b")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.seek(0)
+        holder = lock.read().decode() or "unknown"
+        lock.close()
+        raise CheckpointError(
+            f"{folder} must be written by one process at a time, the process with pid {holder} holds it; "
+            "wait for it, or begin another run with checkpoint.resume=never"
+        ) from error
+    lock.truncate(0)
+    lock.write(str(os.getpid()).encode())
+    lock.flush()
+    return lock
+
+
+def _next_folder(output_dir: Path, mode: str, runs: list[Path]) -> Path:
+    if not runs:
+        return output_dir / mode
+    return output_dir / f"{mode}-{int(runs[-1].name.removeprefix(mode).removeprefix('-') or 1) + 1}"
+
+
+def _begin(folder: Path, recipe: dict[str, Any], checkpoint: Checkpoint | None) -> Run:
+    """A new run folder, at step 0 or with a checkpoint of elsewhere in it; a kill leaves all of it or nothing."""
+    temporary = folder.with_name(f".tmp-{folder.name}")
+    temporary.mkdir()
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, temporary, ignore_errors=True)
+        lock = stack.enter_context(_lock(temporary))
+        if checkpoint is not None:
+            _link_folder(checkpoint.path, temporary / checkpoint.path.name)
+            source = checkpoint.path.parent / METRICS_FILE
+            if source.exists():
+                write_atomically(temporary / METRICS_FILE, _lines_up_to(source, checkpoint.step))
+        _write_recipe(temporary, recipe)
+        os.rename(temporary, folder)
+        fsync(folder.parent)
+        stack.pop_all()
+    logger.info("%s begins at step %d", folder, checkpoint.step if checkpoint else 0)
+    return Run(folder, checkpoint, lock)
+
+
+def _link_folder(source: Path, target: Path) -> None:
+    """The same files in another folder: hard links, which need no room, or copies where the disk is another one."""
+    target.mkdir()
+    for file in source.iterdir():
+        try:
+            os.link(file, target / file.name)
+        except OSError:
+            shutil.copy(file, target / file.name)
+            fsync(target / file.name)
+    fsync(target)
+
+
+def _go_on(folder: Path, mode: str, recipe: dict[str, Any], expected_shapes: Shapes | None) -> Run:
+    with contextlib.ExitStack() as stack:
+        lock = stack.enter_context(_lock(folder))
+        remove_leftovers(folder)
+        checkpoints = list_checkpoints(folder)
+        checkpoint = None
+        if checkpoints:
+            checkpoint = _load(checkpoints[-1], mode, recipe, expected_shapes)
+            cut_metrics(folder / METRICS_FILE, checkpoint.step)
+        else:
+            (folder / METRICS_FILE).unlink(missing_ok=True)
+        _write_recipe(folder, recipe)
+        stack.pop_all()
+    logger.info("%s goes on at step %d", folder, checkpoint.step if checkpoint else 0)
+    return Run(folder, checkpoint, lock)
+
+
+def _load(path: Path, mode: str, recipe: dict[str, Any], expected_shapes: Shapes | None) -> Checkpoint:
+    """Load a checkpoint that the recipe may go on from; one that is corrupt is never passed over silently."""
+    _check_recipe(path.parent / RECIPE_FILE, recipe)
+    if recipe["train"]["steps"] < step_of(path):
+        raise CheckpointError(
+            f"train.steps must be >= {step_of(path)}, the step of {path}, got {recipe['train']['steps']}; "
+            "raise it, or begin anew with checkpoint.resume=never"
+        )
+    try:
+        return load_checkpoint(path, mode, expected_shapes)
+    except CorruptCheckpointError as error:
+        older = [other for other in list_checkpoints(path.parent) if step_of(other) < step_of(path)]
+        advice = (
+            f"go on from the one before it with checkpoint.resume={older[-1]}" if older else "there is no older one"
+        )
+        raise CorruptCheckpointError(f"{error}; {advice}, or begin anew with checkpoint.resume=never") from error
+
+
+def _check_recipe(path: Path, recipe: dict[str, Any]) -> None:
+    if not path.exists():
+        raise CheckpointError(
+            f"{path} must be beside the checkpoints, found none: nothing tells whether the recipe changed; "
+            "bring the whole run folder along, or begin anew with checkpoint.resume=never"
+        )
+    changed = changed_keys(yaml.safe_load(path.read_text(encoding="utf-8")), recipe)
+    if changed:
+        raise CheckpointError(
+            f"the recipe must be that of {path} to go on, but {'; '.join(changed)}; "
+            "set back what changed, or begin anew with checkpoint.resume=never"
+        )
+
+
+def _write_recipe(folder: Path, recipe: dict[str, Any]) -> None:
+    text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
+    write_atomically(folder / RECIPE_FILE, [text.encode()])

@@ -1,0 +1,1 @@
+"""From text to micro-batches: sources, tokenising, cleaning, the token store, layouts, the MindSpore dataset."""

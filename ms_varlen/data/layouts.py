@@ -1,0 +1,217 @@
+"""How a micro-batch's samples lie on the token axis, and the check that the result still matches them.
+
+Columns of a micro-batch, all int32 (host)::
+
+    samples [5 6 7] [8 9], 8 tokens, pad id 0
+    input_ids        5 6 7 8 9 0 0 0
+    labels           6 7 . 9 . . . .       . = -100, no loss; shifted once, inside a sample
+    position_ids     0 1 2 0 1 0 1 2
+    seq_lens         3 2                   real samples only
+    actual_seq_qlen  3 5 8                 running ends, the tail is a segment of its own
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal, Protocol
+
+import numpy as np
+
+from ms_varlen.errors import DataError, LengthsError
+from ms_varlen.lengths import SeqLens
+
+IGNORE_INDEX = -100
+"""Label of a token without loss."""
+
+COLUMNS = ("input_ids", "labels", "position_ids", "seq_lens", "actual_seq_qlen")
+"""Columns that every layout produces, in their order."""
+
+
+class Sizes(Protocol):
+    """What a layout asks of the declared shapes."""
+
+    def size_for(self, tokens: int) -> int:
+        """The size of T that holds `tokens`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Places samples on the token axis in one of the modes.
+
+    Attributes:
+        mode: "varlen" lays samples one after another; "padded" gives each a row, whose end is padded.
+        shapes: the declared sizes of T.
+        seq_length: the longest segment allowed, in tokens.
+        rows: rows per micro-batch ("padded" only).
+        row_divisor: rows are as long as the longest sample of the micro-batch, rounded up to this, in tokens; None
+            makes them `seq_length` long ("padded" only).
+    """
+
+    mode: Literal["varlen", "padded"]
+    shapes: Sizes
+    seq_length: int
+    rows: int = 0
+    row_divisor: int | None = None
+
+    def row_length(self, longest: int) -> int:
+        """Length of the rows of a micro-batch whose longest sample has `longest` tokens ("padded" only)."""
+        if self.row_divisor is None:
+            return self.seq_length
+        return -(-longest // self.row_divisor) * self.row_divisor
+
+    def computed_tokens(self, seq_lens: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        """T of each micro-batch of a plan, without laying it out.
+
+        Args:
+            seq_lens: [n] ints, tokens per sample in the plan's order.
+            offsets: [k+1] ints, where each micro-batch starts.
+        Returns:
+            [k] int64.
+        """
+        if self.mode == "varlen":
+            needed = np.add.reduceat(seq_lens.astype(np.int64), offsets[:-1])
+        else:
+            longest = np.maximum.reduceat(seq_lens, offsets[:-1])
+            needed = np.array([self.rows * self.row_length(int(n)) for n in longest])
+        return np.array([self.shapes.size_for(int(n)) for n in needed], np.int64)
+
+    def made_up(self, tokens: int) -> SeqLens:
+        """Lengths of a micro-batch of T = `tokens` that holds one token, for compiling a graph."""
+        if self.mode == "varlen":
+            return SeqLens.packed([1], self.seq_length, tokens)
+        return SeqLens.in_rows([1], self.seq_length, tokens // self.rows, self.rows, split_tails=False)
+
+    def place(self, seq_lens: np.ndarray) -> SeqLens:
+        """Lengths and places of samples of [B] tokens each.
+
+        Raises:
+            LengthsError: a sample longer than `seq_length`.
+            ShapesError: more tokens than the declared shapes allow.
+        """
+        if self.mode == "varlen":
+            tokens = self.shapes.size_for(int(np.sum(seq_lens, dtype=np.int64)))
+            return SeqLens.packed(seq_lens, self.seq_length, tokens)
+        row_length = self.shapes.size_for(self.rows * self.row_length(int(np.max(seq_lens)))) // self.rows
+        return SeqLens.in_rows(seq_lens, self.seq_length, row_length, self.rows, split_tails=False)
+
+
+def lay_out(lens: SeqLens, tokens: np.ndarray, pad_id: int) -> dict[str, np.ndarray]:
+    """The columns of a micro-batch.
+
+    Args:
+        lens: lengths and places of the samples.
+        tokens: [real_tokens] ints, the samples' ids one after another.
+        pad_id: id that fills the rest; it gets no label, whatever id it is.
+    Returns:
+        the columns `COLUMNS`, each int32 (host): the first three [T], then [B], then [G].
+    """
+    ends = np.cumsum(lens.seq_lens, dtype=np.int64)
+    next_tokens = np.empty(tokens.size, np.int32)
+    next_tokens[:-1] = tokens[1:]
+    next_tokens[ends - 1] = IGNORE_INDEX
+    input_ids = np.full(lens.tokens, pad_id, np.int32)
+    labels = np.full(lens.tokens, IGNORE_INDEX, np.int32)
+    input_ids[lens.token_slots] = tokens
+    labels[lens.token_slots] = next_tokens
+    return {
+        "input_ids": input_ids,
+        "labels": labels,
+        "position_ids": lens.position_ids,
+        "seq_lens": lens.seq_lens,
+        "actual_seq_qlen": lens.actual_seq_qlen,
+    }
+
+
+def require_columns(columns: Mapping[str, np.ndarray], names: tuple[str, ...] = COLUMNS) -> None:
+    """Refuse a micro-batch that lost a column on its way.
+
+    Raises:
+        DataError: the message names what is missing.
+    """
+    missing = [name for name in names if name not in columns]
+    if missing:
+        raise DataError(
+            f"a micro-batch must carry {', '.join(missing)}, got only {', '.join(columns)}; keep the lengths' columns "
+            "when projecting or mapping the data set: nothing recovers them from ids"
+        )
+
+
+def check_micro_batch(
+    columns: Mapping[str, np.ndarray], starts: np.ndarray, lengths: np.ndarray, edges: np.ndarray, seq_length: int
+) -> None:
+    """Compare a micro-batch with the samples that it claims to hold. Costs O(B), about 30 us.
+
+    Args:
+        columns: the columns `COLUMNS`.
+        starts: [B] ints, where on T the layout put each sample.
+        lengths: [B] ints, the samples' lengths by id, in the order of the plan.
+        edges: [2, B] ints, the samples' first and last token ids.
+        seq_length: the longest segment allowed, in tokens.
+    Raises:
+        DataError: a column is missing.
+        LengthsError: dtype, sum, order, ends or size disagree; the message gives the place.
+    """
+    require_columns(columns)
+    for name in COLUMNS:
+        if columns[name].dtype != np.int32:
+            raise LengthsError(f"{name} must be int32, got {columns[name].dtype}; convert where it is made")
+    tokens = columns["input_ids"].size
+    for name in COLUMNS[1:3]:
+        if columns[name].shape != (tokens,):
+            raise LengthsError(f"{name} must be as long as input_ids ({tokens}), got shape {columns[name].shape}")
+    check_ends(columns["actual_seq_qlen"], tokens, seq_length)
+    seq_lens = columns["seq_lens"]
+    if seq_lens.shape != lengths.shape:
+        raise LengthsError(f"seq_lens must have one entry per sample ({lengths.size}), got shape {seq_lens.shape}")
+    _refuse_first("seq_lens", seq_lens, lengths, "the sample's length in the store")
+    _check_samples(columns, starts, edges)
+
+
+def check_ends(ends: np.ndarray, tokens: int, seq_length: int) -> None:
+    """Refuse running ends that do not cover T.
+
+    Args:
+        ends: [G] ints, running segment ends (host).
+        tokens: T.
+        seq_length: the longest segment allowed, in tokens.
+    Raises:
+        LengthsError: not increasing from above 0, a segment too long, or a last end other than T.
+    """
+    segments = np.diff(ends, prepend=0)
+    bad = np.flatnonzero((segments < 1) | (segments > seq_length))
+    if bad.size:
+        i = int(bad[0])
+        raise LengthsError(
+            f"actual_seq_qlen[{i}] must end a segment of 1 to {seq_length} tokens (seq_length), got "
+            f"{int(segments[i])}: ends must increase"
+        )
+    if ends[-1] != tokens:
+        raise LengthsError(
+            f"actual_seq_qlen[-1] must equal the number of tokens ({tokens}), got {int(ends[-1])}; give the padded "
+            "tail a segment of its own"
+        )
+
+
+def _check_samples(columns: Mapping[str, np.ndarray], starts: np.ndarray, edges: np.ndarray) -> None:
+    """Each sample starts a segment; its first and last id, last label and last position are where its length says."""
+    ids, seq_lens, ends = columns["input_ids"], columns["seq_lens"], columns["actual_seq_qlen"]
+    segment_starts = np.concatenate([[0], ends[:-1]])
+    found = segment_starts[np.minimum(np.searchsorted(segment_starts, starts), segment_starts.size - 1)]
+    _refuse_first("start of sample", found, starts, "where a segment of actual_seq_qlen starts")
+    lasts = starts + seq_lens - 1
+    if lasts.max() >= ids.size:
+        raise LengthsError(f"seq_lens must end within {ids.size} tokens, got an end at {int(lasts.max()) + 1}")
+    in_store = "the sample's id at this place in the store; are the lengths in the order of the samples?"
+    _refuse_first("first id of sample", ids[starts], edges[0], in_store)
+    _refuse_first("last id of sample", ids[lasts], edges[1], in_store)
+    _refuse_first("last label of sample", columns["labels"][lasts], np.full(lasts.size, IGNORE_INDEX), "no target")
+    _refuse_first("last position of sample", columns["position_ids"][lasts], seq_lens - 1, "its length - 1")
+
+
+def _refuse_first(name: str, found: np.ndarray, expected: np.ndarray, rule: str) -> None:
+    wrong = found != expected
+    if wrong.any():
+        i = int(np.argmax(wrong))
+        raise LengthsError(
+            f"{name}[{i}] must be {int(expected[i])} ({rule}), got {int(found[i])}; "
+            f"{int(wrong.sum())} of {wrong.size} differ"
+        )

@@ -1,0 +1,1 @@
+"""Alignment between modes, and report pages."""

@@ -1,0 +1,39 @@
+"""One error class per kind of fault a caller can act on; each is a `ValueError` too.
+
+A message says, in this order: the name, the rule, the value found, where, and the next step. For example
+``seq_lens[17] must be <= token_budget (4096), got 5210; raise batch.token_budget or set data.overlong=split``.
+"""
+
+
+class VarlenError(ValueError):
+    """Base of every error that this package raises for something its caller can mend."""
+
+
+class RecipeError(VarlenError):
+    """A recipe that cannot be run.
+
+    Args:
+        faults: one line per fault, each starting with its YAML path.
+        where: the recipe file or a word for where it came from.
+    """
+
+    def __init__(self, faults: list[str], where: str = "recipe"):
+        self.faults = list(faults)
+        count = "1 fault" if len(self.faults) == 1 else f"{len(self.faults)} faults"
+        super().__init__("\n".join([f"{where}: {count}", *(f"  {fault}" for fault in self.faults)]))
+
+
+class LengthsError(VarlenError):
+    """Sequence lengths that do not describe the batch they came with."""
+
+
+class ShapesError(VarlenError):
+    """A size that the declared shapes do not allow."""
+
+
+class DataError(VarlenError):
+    """A source, a sample or a token store that cannot be used."""
+
+
+class CheckpointError(VarlenError):
+    """A checkpoint that cannot be read, or that belongs to another run."""

@@ -1,0 +1,1 @@
+"""What the graph is told about sizes: declarations, compile watch, compile cache."""

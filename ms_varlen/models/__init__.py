@@ -1,0 +1,1 @@
+"""One decoder for the Llama and Qwen families."""

@@ -1,0 +1,140 @@
+"""What a decoder looks like (`model.config`), and the recipe's `model` section. Imports no MindSpore."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from ms_varlen.errors import RecipeError
+
+
+def _default_heads(data: dict[str, Any]) -> int:
+    return max(1, data["hidden_size"] // 64)
+
+
+def _default_intermediate_size(data: dict[str, Any]) -> int:
+    """8/3 of the hidden size (three matrices then weigh as much as two of 4x), rounded up to a multiple of 16."""
+    return -(-data["hidden_size"] * 8 // 48) * 16
+
+
+class DecoderConfig(BaseModel):
+    """One decoder, under the names of a Hugging Face `config.json`.
+
+    `architecture` decides what the other fields default to: qwen2 has biases on q, k and v, qwen3 normalises q and k.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    architecture: Literal["llama", "qwen2", "qwen3"] = "llama"
+    hidden_size: int = Field(gt=0)
+    num_hidden_layers: int = Field(default=4, gt=0)
+    num_attention_heads: int = Field(default_factory=_default_heads, gt=0, description="default: hidden_size // 64")
+    num_key_value_heads: int = Field(
+        default_factory=lambda data: data["num_attention_heads"], gt=0, description="default: num_attention_heads"
+    )
+    head_dim: int = Field(
+        default_factory=lambda data: data["hidden_size"] // data["num_attention_heads"],
+        validate_default=True,
+        gt=0,
+        description="default: hidden_size / num_attention_heads",
+    )
+    intermediate_size: int = Field(
+        default_factory=_default_intermediate_size, gt=0, description="default: hidden_size * 8/3, a multiple of 16"
+    )
+    vocab_size: int | None = Field(default=None, gt=0, description="default: what the tokenizer has")
+    rms_norm_eps: float = Field(default=1e-6, gt=0)
+    rope_theta: float = Field(default=10000.0, gt=0)
+    tie_word_embeddings: bool = False
+    attention_bias: bool = Field(
+        default_factory=lambda data: data["architecture"] == "qwen2",
+        description="biases of q, k, v; llama, qwen3: o too",
+    )
+    mlp_bias: bool = False
+    qk_norm: bool = Field(
+        default_factory=lambda data: data["architecture"] == "qwen3", description="RMS norm of each query and key head"
+    )
+    initializer_range: float = Field(default=0.02, ge=0, description="standard deviation of the initial weights")
+
+    @field_validator("num_key_value_heads")
+    @classmethod
+    def _heads_form_groups(cls, value: int, info: ValidationInfo) -> int:
+        heads = info.data.get("num_attention_heads", value)
+        if heads % value:
+            raise ValueError(
+                f"num_key_value_heads must divide num_attention_heads ({heads}), got {value}; "
+                "each key head serves a whole number of query heads"
+            )
+        return value
+
+    @field_validator("head_dim")
+    @classmethod
+    def _rotary_pairs_components(cls, value: int) -> int:
+        if value % 2:
+            raise ValueError(f"head_dim must be even (rotary embedding turns pairs), got {value}; set head_dim")
+        return value
+
+    @model_validator(mode="after")
+    def _hidden_size_splits_into_heads(self) -> "DecoderConfig":
+        if "head_dim" not in self.model_fields_set and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size must be a multiple of num_attention_heads ({self.num_attention_heads}), "
+                f"got {self.hidden_size}; change one of them or set head_dim"
+            )
+        return self
+
+    @property
+    def attention_output_bias(self) -> bool:
+        """Whether `o_proj` has a bias: never in qwen2, elsewhere as `attention_bias` says."""
+        return self.attention_bias and self.architecture != "qwen2"
+
+    def with_vocab_size(self, tokenizer_size: int) -> "DecoderConfig":
+        """This config with a vocabulary; a given one may be larger than the tokenizer's, never smaller.
+
+        Raises:
+            RecipeError: `vocab_size` was given and some token ids would not fit.
+        """
+        if self.vocab_size is None:
+            return self.model_copy(update={"vocab_size": tokenizer_size})
+        if self.vocab_size < tokenizer_size:
+            raise RecipeError(
+                [
+                    f"model.config.vocab_size must be >= the tokenizer's size ({tokenizer_size}), "
+                    f"got {self.vocab_size}; leave it out or raise it"
+                ]
+            )
+        return self
+
+    def parameter_count(self) -> int:
+        """The number of weights, tied ones once; `vocab_size` must be known."""
+        assert self.vocab_size is not None, "with_vocab_size comes first"
+        queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        attention = 2 * self.hidden_size * (queries + keys)
+        attention += self.attention_bias * (queries + 2 * keys) + self.attention_output_bias * self.hidden_size
+        attention += self.qk_norm * 2 * self.head_dim
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        mlp += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
+        layers = self.num_hidden_layers * (attention + mlp + 2 * self.hidden_size)
+        embeddings = (1 if self.tie_word_embeddings else 2) * self.vocab_size * self.hidden_size
+        return layers + embeddings + self.hidden_size
+
+
+class ModelConfig(BaseModel):
+    """The recipe's `model` section."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    config: DecoderConfig
+    variable_seq_lengths: bool = Field(description="attention follows the carried lengths")
+    seq_length: int = Field(gt=0, description="the longest sequence, in tokens")
+    max_position_embeddings: int = Field(gt=0, description="positions the model has, in tokens")
+    attention_dropout: float = Field(default=0.0, ge=0)
+    recompute: bool = Field(default=False, description="compute each layer again in the backward pass to save memory")
+
+    @field_validator("attention_dropout")
+    @classmethod
+    def _no_dropout_in_attention(cls, value: float) -> float:
+        if value > 0:
+            raise ValueError(
+                f"attention_dropout must be 0.0, got {value}; remove the key "
+                "(dropped scores differ between layouts of the same samples, so modes could not be compared)"
+            )
+        return value

@@ -1,0 +1,1 @@
+"""Operators on flat tokens, each with a plain reference body."""

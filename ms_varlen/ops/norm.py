@@ -1,0 +1,20 @@
+"""RMS normalisation."""
+
+import mindspore as ms
+from mindspore import Tensor, ops
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x` divided by the root mean square of its last axis, times `weight`.
+
+    Args:
+        x: [..., D] float; computed in fp32 whatever its dtype.
+        weight: [D] float.
+        eps: added to the mean square.
+    Returns:
+        [..., D], dtype of `x`.
+    Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", section 4.
+    """
+    wide = ops.cast(x, ms.float32)
+    scale = ops.rsqrt(ops.mean(wide * wide, -1, True) + eps)
+    return ops.cast(wide * scale * ops.cast(weight, ms.float32), x.dtype)

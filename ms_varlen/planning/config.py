@@ -1,0 +1,49 @@
+"""The `batch` section of a recipe: how large a micro-batch is."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+def _default_budget(values: dict[str, Any]) -> int | None:
+    return 4096 if values.get("rows") is None else None
+
+
+def _default_pad_to(values: dict[str, Any]) -> Literal["max"] | None:
+    return None if values.get("rows") is None else "max"
+
+
+class BatchConfig(BaseModel):
+    """Size of a micro-batch: a token budget in a varlen recipe, rows in a padded one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rows: int | None = Field(
+        default=None,
+        ge=1,
+        description="rows per micro-batch and rank; padded recipes need it, varlen recipes leave it out",
+    )
+    token_budget: int | None = Field(
+        default_factory=_default_budget,
+        ge=1,
+        description="most tokens per micro-batch and rank, a multiple of shapes.divisor and at least model.seq_length. "
+        "4096 if left out; only for varlen recipes",
+    )
+    pad_to: Literal["max", "batch"] | None = Field(
+        default_factory=_default_pad_to,
+        description="length of a row: max is model.seq_length, batch is the longest sample of the micro-batch rounded "
+        "up to shapes.divisor. max if left out; only for padded recipes",
+    )
+    micro_batches: int = Field(
+        default=1, ge=1, description="micro-batches per optimizer step and rank; their gradients are summed"
+    )
+    max_segments: int = Field(
+        default=256,
+        ge=1,
+        le=1024,
+        description="most attention segments per micro-batch, those of the padded tail included; 1024 is the limit of "
+        "the Ascend operator",
+    )
+    window: int = Field(
+        default=10000, ge=1, description="samples that the planner looks at together when it forms batches"
+    )

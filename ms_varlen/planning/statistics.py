@@ -1,0 +1,46 @@
+"""What the lengths of a corpus look like, in a few numbers. Pure NumPy."""
+
+import numpy as np
+
+MAX_BINS = 60
+
+
+def length_statistics(lengths: np.ndarray) -> dict:
+    """Count, median, P90, P99, maximum, mean and sum of lengths.
+
+    Args:
+        lengths: [n] ints, tokens per sample, n >= 1.
+    Returns:
+        plain numbers, in tokens but for `samples`; percentiles are interpolated between neighbours.
+    """
+    p50, p90, p99 = np.percentile(lengths, [50, 90, 99])
+    return {
+        "samples": int(lengths.size),
+        "p50": float(p50),
+        "p90": float(p90),
+        "p99": float(p99),
+        "max": int(lengths.max()),
+        "mean": float(lengths.mean(dtype=np.float64)),
+        "tokens": int(lengths.sum(dtype=np.int64)),
+    }
+
+
+def length_histogram(lengths: np.ndarray) -> dict:
+    """How many samples have which lengths, in at most `MAX_BINS` bins that widen with the length.
+
+    Edges are whole numbers and no bin is narrower than the one before. (Rounding evenly spaced logarithms instead makes
+    bins of one and of two lengths alternate, which shows as a comb that the corpus does not have.)
+
+    Args:
+        lengths: [n] ints >= 1, tokens per sample, n >= 1.
+    Returns:
+        `edges` [k+1], in tokens, and `counts` [k]; bin i holds edges[i] <= length < edges[i+1].
+    """
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    growth = ((longest + 1) / shortest) ** (1 / MAX_BINS) - 1
+    edges = [shortest]
+    while edges[-1] <= longest:
+        # Rounded to hide the float error of the root, which could cost a bin too many.
+        edges.append(edges[-1] + int(np.ceil(round(edges[-1] * growth, 6))))
+    counts, _ = np.histogram(lengths, edges)
+    return {"edges": edges, "counts": counts.tolist()}

@@ -1,0 +1,1 @@
+"""Recipe, train step, loop and metrics."""

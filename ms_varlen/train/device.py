@@ -1,0 +1,40 @@
+"""The device and the execution mode of a process."""
+
+import mindspore as ms
+
+from ms_varlen.errors import RecipeError
+from ms_varlen.graph.config import GraphConfig
+from ms_varlen.train.config import DeviceConfig
+
+ASCEND = "Ascend"
+CPU = "CPU"
+
+
+def set_up_device(device: DeviceConfig, graph: GraphConfig) -> str:
+    """Choose device and mode for this process, before anything runs on it.
+
+    Args:
+        device: the `device` section; `auto` takes an NPU where MindSpore sees one.
+        graph: the `graph` section.
+    Returns:
+        "CPU" or "Ascend".
+    Raises:
+        RecipeError: the device asked for is not there.
+    """
+    # What MindSpore starts with: Ascend where its libraries load. Asking `hal.is_available` warns at length on a CPU.
+    target = ms.get_context("device_target") if device.target == "auto" else device.target
+    if device.target == ASCEND and not ms.hal.is_available(ASCEND):
+        raise RecipeError(
+            ["device.target: must be a device that MindSpore sees, got Ascend and there is none; use auto or CPU"]
+        )
+    ms.set_device(target)
+    ms.set_context(mode=ms.GRAPH_MODE if graph.mode == "graph" else ms.PYNATIVE_MODE)
+    if graph.mode == "graph":
+        ms.set_context(jit_config={"jit_level": graph.jit_level})
+    elif target == CPU:
+        ms.set_context(pynative_synchronize=True)  # small steps are four times faster, with the same results
+    if device.deterministic:
+        ms.set_deterministic(True)
+    if device.max_memory is not None:
+        ms.runtime.set_memory(max_size=device.max_memory)
+    return target

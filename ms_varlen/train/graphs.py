@@ -1,0 +1,219 @@
+"""The cells of a run, declared, compiled and counted: accumulate, apply, evaluate."""
+
+import dataclasses
+import functools
+import importlib.metadata
+import logging
+import platform
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor
+
+import ms_varlen
+from ms_varlen.checkpoint.store import APPLIED_STEPS
+from ms_varlen.data.dataset import Columns
+from ms_varlen.data.layouts import lay_out
+from ms_varlen.graph.compile_cache import CacheUse, compile_cache, fingerprint
+from ms_varlen.graph.compile_watch import CompileWatch
+from ms_varlen.graph.declare import declared_inputs
+from ms_varlen.graph.shapes import TokenShapes
+from ms_varlen.lengths import SeqLens
+from ms_varlen.models.decoder import Attend, CausalLM, CausalLMLoss
+from ms_varlen.ops.attention import attention_columns, check_attention_limits, declared_columns, varlen_attention
+from ms_varlen.ops.body import body_in_use
+from ms_varlen.train.device import ASCEND
+from ms_varlen.train.step import AccumulateGradients, ApplyGradients, EvaluateLoss
+from ms_varlen.train.workload import Workload, predicted_graphs
+
+logger = logging.getLogger("ms_varlen")
+
+TOKEN_COLUMNS = ("input_ids", "labels", "position_ids")
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionPath:
+    """An attention and what it reads.
+
+    Attributes:
+        attend: ``attend(q_TND, k_TND, v_TND, lengths)``.
+        columns: makes the columns of `lengths` from a micro-batch's lengths.
+        declared: the same columns as tensors without data, in the order of `lengths`.
+        name: for the log and the compile cache.
+    """
+
+    attend: Attend
+    columns: Callable[[SeqLens], Columns]
+    declared: Mapping[str, Tensor]
+    name: str
+
+
+def varlen_path(shapes: TokenShapes) -> AttentionPath:
+    """`varlen_attention` with the body in use, its ends declared with the shapes' limit of segments."""
+    body = body_in_use()
+    declared = declared_columns(body, shapes.max if shapes.kind == "static" else None)
+    ends = declared_inputs(shapes, {"actual_seq_qlen": "G"})[0]
+    return AttentionPath(
+        varlen_attention, functools.partial(attention_columns, body=body), declared | {"actual_seq_qlen": ends}, body
+    )
+
+
+class TrainingGraphs:
+    """A model with its training graphs, fed with micro-batches as dicts of arrays.
+
+    Args:
+        workload: the recipe and its shapes.
+        target: "CPU" (fp32) or "Ascend" (bf16 compute, fp32 masters).
+        attention: by default `varlen_attention` with the body in use.
+    Attributes:
+        attention: the attention and what it reads.
+        versions: of everything that numbers depend on.
+    """
+
+    def __init__(self, workload: Workload, target: str, attention: AttentionPath | None = None):
+        recipe, config = workload.recipe, workload.model_config
+        self._workload = workload
+        self.attention = attention or varlen_path(workload.shapes)
+        dtype = "bfloat16" if target == ASCEND else "float32"
+        check_attention_limits(
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            dtype,
+            recipe.batch.max_segments,
+            self.attention.name,
+        )
+        model = CausalLM(
+            config,
+            recipe.model.max_position_embeddings,
+            self.attention.attend,
+            compute_dtype=getattr(ms, dtype),
+            recompute=recipe.model.recompute,
+            seed=recipe.train.seed,
+        )
+        net = CausalLMLoss(model)
+        self.accumulate_cell = AccumulateGradients(net)
+        self.apply_cell = ApplyGradients(self.accumulate_cell.weights, self.accumulate_cell.accumulated, recipe.train)
+        self.evaluate_cell = EvaluateLoss(net)
+        self.accumulate_cell.set_train()
+        self.evaluate_cell.set_train(False)
+        self._watch = self._declare()
+        self.versions = {
+            "mindspore": ms.__version__,
+            "ms_varlen": ms_varlen.__version__,
+            "numpy": importlib.metadata.version("numpy"),
+            "python": platform.python_version(),
+            "attention": self.attention.name,
+        }
+
+    def _declare(self) -> CompileWatch:
+        """Tell each cell its sizes and predict its graphs."""
+        graph, expected = self._workload.recipe.graph, predicted_graphs(self._workload)
+        roles = {"train": self.accumulate_cell, "apply": self.apply_cell, "eval": self.evaluate_cell}
+        cells = {role: roles[role] for role in expected}
+        if graph.mode == "graph":
+            for role in cells.keys() - {"apply"}:
+                tokens = declared_inputs(self._workload.shapes, dict.fromkeys(TOKEN_COLUMNS, "T"))
+                cells[role].set_inputs(*tokens, *self.attention.declared.values())
+        return CompileWatch(cells, expected, graph.max_graphs)
+
+    def compile(self) -> CacheUse | None:
+        """Compile every graph, in a fixed order, through the compile cache; nothing to do in PyNative mode."""
+        recipe, shapes = self._workload.recipe, self._workload.shapes
+        if recipe.graph.mode != "graph":
+            return None
+        name = fingerprint(self._graph_parts())
+        logger.info("compiling %d graphs; these first seconds are normal", self._watch.predicted)
+        begin = time.perf_counter()
+        with compile_cache(recipe.graph.compile_cache, name) as use:
+            for role, cell in self._watch.cells.items():
+                if role == "apply":
+                    cell.compile(*_scalars(0.0, 1.0, 0.0))
+                else:
+                    for tokens in shapes.sizes or (shapes.max,):
+                        cell.compile(*self._tensors(self._made_up_micro_batch(tokens)))
+                self._watch.check("fixed shapes" if role == "apply" else shapes.describe())
+        logger.info("compiled in %.1f s (compile cache %s)", time.perf_counter() - begin, use.state)
+        return use
+
+    def _graph_parts(self) -> dict[str, Any]:
+        """The parts of the recipe that graphs are made of; data, schedule and folders are not among them."""
+        resolved = self._workload.recipe.resolved()
+        train = {key: resolved["train"][key] for key in ("clip_grad_norm", "weight_decay", "beta1", "beta2", "eps")}
+        return {
+            "mode": resolved["mode"],
+            "batch": resolved["batch"],
+            "shapes": resolved["shapes"],
+            "model": {**resolved["model"], "config": self._workload.model_config.model_dump(mode="json")},
+            "train": train,
+            "graph": resolved["graph"] | {"compile_cache": None},
+            "device": resolved["device"],
+            "attention": self.attention.name,
+            "roles": list(self._watch.cells),
+        }
+
+    def _made_up_micro_batch(self, tokens: int) -> Columns:
+        """Columns of the right shapes for a graph of this T; compiling looks at nothing else."""
+        lens = self._workload.layout.made_up(tokens)
+        return {**lay_out(lens, np.zeros(lens.real_tokens, np.int32), 0), **self.attention.columns(lens)}
+
+    def _tensors(self, columns: Columns) -> tuple[Tensor, ...]:
+        return tuple(Tensor(columns[name]) for name in (*TOKEN_COLUMNS, *self.attention.declared))
+
+    def accumulate(self, columns: Columns) -> Tensor:
+        """Add a micro-batch's gradient; () fp32, its summed loss."""
+        loss_sum = self.accumulate_cell(*self._tensors(columns))
+        self._watch.check(f"T={columns['input_ids'].size}")
+        return loss_sum
+
+    def apply(self, learning_rate: float, supervised: int, loss_sum: float) -> tuple[float, bool]:
+        """Apply the accumulated gradient; its global norm, and whether it was finite and applied."""
+        norm, applied = self.apply_cell(*_scalars(learning_rate, supervised, loss_sum))
+        return float(norm.asnumpy()), bool(applied.asnumpy())
+
+    def evaluate(self, columns: Columns) -> Tensor:
+        """() fp32, a micro-batch's summed loss."""
+        loss_sum = self.evaluate_cell(*self._tensors(columns))
+        self._watch.check(f"T={columns['input_ids'].size}")
+        return loss_sum
+
+    def counts(self) -> dict[str, int]:
+        """Graphs compiled so far, by role."""
+        return self._watch.counts()
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of each parameter."""
+        return {weight.name: tuple(weight.shape) for weight in self.accumulate_cell.weights}
+
+    def weights(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Copies of the fp32 masters, and of AdamW's moments and step counter, by name (host)."""
+        cell = self.apply_cell
+        model = {weight.name: weight.asnumpy().copy() for weight in cell.weights}
+        optimizer = {p.name: p.asnumpy().copy() for p in (*cell.adam_m, *cell.adam_v)}
+        optimizer[APPLIED_STEPS] = np.array(int(cell.applied_steps.asnumpy()), np.int64)
+        return model, optimizer
+
+    def load(self, model: Mapping[str, np.ndarray], optimizer: Mapping[str, np.ndarray]) -> None:
+        """Take over saved weights, moments and step counter; names and shapes were checked when they were read."""
+        cell = self.apply_cell
+        for weight in cell.weights:
+            _set(weight, model[weight.name])
+        for moment in (*cell.adam_m, *cell.adam_v):
+            _set(moment, optimizer[moment.name])
+        _set(cell.applied_steps, optimizer[APPLIED_STEPS].astype(np.float32))
+
+    def gradients(self) -> dict[str, np.ndarray]:
+        """Copies of the accumulated gradient sums, by parameter name (host)."""
+        cell = self.accumulate_cell
+        return {w.name: g.asnumpy().copy() for w, g in zip(cell.weights, cell.accumulated, strict=True)}
+
+
+def _scalars(*values: float) -> tuple[Tensor, ...]:
+    return tuple(Tensor(value, ms.float32) for value in values)
+
+
+def _set(parameter: Parameter, value: np.ndarray) -> None:
+    parameter.set_data(Tensor(value))

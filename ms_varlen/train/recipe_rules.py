@@ -1,0 +1,300 @@
+"""Rules between keys of a recipe. Each names the keys it needs and runs only where all of them are valid.
+
+So one fault never causes a second: a rule whose keys are wrong, unknown or missing stays silent.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ms_varlen.data.config import BYTES, PYDOC, DataConfig, missing_files
+from ms_varlen.graph.shapes import TokenShapes
+from ms_varlen.models.config import DecoderConfig
+from ms_varlen.train.recipe_yaml import Fault, shown
+
+
+def _one_length(seq_length: int, max_position_embeddings: int) -> Iterator[Fault]:
+    if seq_length != max_position_embeddings:
+        yield Fault(
+            "model.max_position_embeddings",
+            f"must equal model.seq_length ({seq_length}), got {max_position_embeddings}; set both to the longest "
+            "sequence to train",
+        )
+
+
+def _lengths_followed(mode: str, variable_seq_lengths: bool) -> Iterator[Fault]:
+    if variable_seq_lengths != (mode == "varlen"):
+        wanted, other = ("true", "padded") if mode == "varlen" else ("false", "varlen")
+        yield Fault(
+            "model.variable_seq_lengths",
+            f"must be {wanted} in a {mode} recipe, got {shown(variable_seq_lengths)}; set it to {wanted}, or choose "
+            f"mode: {other}",
+        )
+
+
+def _rows_fit_mode(mode: str, rows: int | None) -> Iterator[Fault]:
+    if mode == "padded" and rows is None:
+        yield Fault(
+            "batch.rows", "must be a whole number >= 1 in a padded recipe, but is missing; set batch.rows=8, say"
+        )
+    if mode == "varlen" and rows is not None:
+        yield Fault(
+            "batch.rows", f"must be left out in a varlen recipe, got {rows}; batch.token_budget sizes its micro-batches"
+        )
+
+
+def _budget_fits_mode(mode: str, written: int | None, budget: int | None, rows: int | None) -> Iterator[Fault]:
+    if mode == "padded" and written is not None:
+        yield Fault(
+            "batch.token_budget",
+            f"must be left out (null) in a padded recipe, got {written}; batch.rows sizes its micro-batches",
+        )
+    if mode == "varlen" and budget is None and rows is None:
+        yield Fault(
+            "batch.token_budget",
+            "must be a whole number >= 1 in a varlen recipe, got null; set batch.token_budget=4096",
+        )
+
+
+def _pad_to_fits_mode(mode: str, written: str | None) -> Iterator[Fault]:
+    if mode == "varlen" and written is not None:
+        yield Fault("batch.pad_to", f"must be left out (null) in a varlen recipe, got {written}; it has no rows to pad")
+
+
+def _budget_holds_a_sequence(mode: str, budget: int | None, seq_length: int) -> Iterator[Fault]:
+    if mode == "varlen" and budget is not None and budget < seq_length:
+        yield Fault(
+            "batch.token_budget",
+            f"must be >= model.seq_length ({seq_length}), got {budget}; raise it, or lower model.seq_length",
+        )
+
+
+def _budget_divides(mode: str, budget: int | None, divisor: int) -> Iterator[Fault]:
+    if mode == "varlen" and budget is not None and budget % divisor:
+        yield Fault("batch.token_budget", _not_a_multiple(budget, divisor))
+
+
+def _rows_divide(mode: str, seq_length: int, divisor: int) -> Iterator[Fault]:
+    if mode == "padded" and seq_length % divisor:
+        yield Fault("model.seq_length", _not_a_multiple(seq_length, divisor))
+
+
+def largest_tokens(mode: str, budget: int | None, rows: int | None, seq_length: int) -> int | None:
+    """The largest T of a micro-batch, in tokens; None where the key that sizes the mode is missing."""
+    if mode == "varlen":
+        return budget
+    return None if rows is None else rows * seq_length
+
+
+def _max_holds_a_micro_batch(
+    kind: str, shape_max: int | None, divisor: int, mode: str, budget: int | None, rows: int | None, seq_length: int
+) -> Iterator[Fault]:
+    largest = largest_tokens(mode, budget, rows, seq_length)
+    if shape_max is None or largest is None or shape_max == largest:
+        return
+    source = "batch.token_budget" if mode == "varlen" else "batch.rows * model.seq_length"
+    if kind == "static" or shape_max < largest:
+        sign = "equal" if kind == "static" else "be >="
+        yield Fault("shapes.max", f"must {sign} {source} ({largest}), got {shape_max}; set it to that or leave it out")
+    elif shape_max % divisor:
+        yield Fault("shapes.max", _not_a_multiple(shape_max, divisor))
+
+
+def _min_divides(shape_min: int | None, divisor: int) -> Iterator[Fault]:
+    if shape_min is not None and shape_min % divisor:
+        yield Fault("shapes.min", _not_a_multiple(shape_min, divisor))
+
+
+def _range_is_open(
+    kind: str,
+    shape_min: int | None,
+    shape_max: int | None,
+    divisor: int,
+    mode: str,
+    budget: int | None,
+    rows: int | None,
+    seq_length: int,
+) -> Iterator[Fault]:
+    largest = shape_max or largest_tokens(mode, budget, rows, seq_length)
+    smallest = shape_min or divisor
+    if kind != "range" or largest is None or smallest < largest:
+        return
+    # MindSpore drops a Symbol's max that is not above its min, and the size would have no bound.
+    yield Fault(
+        "shapes.divisor" if shape_min is None else "shapes.min",
+        f"must be < the largest size ({largest} tokens), got {smallest}; lower it or use shapes.kind=static",
+    )
+
+
+def _min_fits_rows(kind: str, shape_min: int | None, divisor: int, mode: str, rows: int | None) -> Iterator[Fault]:
+    if kind == "range" and mode == "padded" and rows and shape_min is not None and shape_min > rows * divisor:
+        yield Fault(
+            "shapes.min",
+            f"must be <= batch.rows * shapes.divisor ({rows * divisor}, the smallest micro-batch), got {shape_min}; "
+            "lower it or leave it out",
+        )
+
+
+def _static_rows_have_one_length(kind: str, mode: str, pad_to: str | None) -> Iterator[Fault]:
+    if kind == "static" and mode == "padded" and pad_to == "batch":
+        yield Fault("batch.pad_to", "must be max with shapes.kind static, got batch; use max, or shapes.kind=range")
+
+
+def _segments_hold_the_tail(
+    mode: str, kind: str, shape_min: int | None, divisor: int, budget: int | None, seq_length: int, max_segments: int
+) -> Iterator[Fault]:
+    smallest = shape_min or divisor
+    if mode != "varlen" or budget is None or smallest > budget:
+        return
+    tail = TokenShapes(kind, smallest, budget, divisor, max_segments).tail_segments(seq_length)
+    if max_segments <= tail:
+        yield Fault(
+            "batch.max_segments",
+            f"must be > {tail} (segments of the longest padded tail), got {max_segments}; raise it",
+        )
+
+
+def _segments_hold_the_rows(mode: str, rows: int | None, max_segments: int) -> Iterator[Fault]:
+    if mode == "padded" and rows is not None and rows > max_segments:
+        yield Fault(
+            "batch.rows",
+            f"must be <= batch.max_segments ({max_segments}), since each row is a segment, got {rows}; lower it, or "
+            "raise batch.max_segments (up to 1024)",
+        )
+
+
+def _shortest_fits(min_tokens: int, seq_length: int) -> Iterator[Fault]:
+    if min_tokens > seq_length:
+        yield Fault(
+            "data.min_tokens", f"must be <= model.seq_length ({seq_length}), got {min_tokens}; no sample would be left"
+        )
+
+
+def _warmup_ends(warmup_steps: int, steps: int) -> Iterator[Fault]:
+    if warmup_steps >= steps:
+        yield Fault(
+            "train.warmup_steps", f"must be < train.steps ({steps}), got {warmup_steps}; lower it or train for longer"
+        )
+
+
+def _evaluation_has_documents(eval_every: int | None, eval_fraction: float) -> Iterator[Fault]:
+    if eval_every is not None and eval_fraction == 0:
+        yield Fault(
+            "train.eval_every",
+            f"must be null when data.eval_fraction is 0, got {eval_every}; hold out documents "
+            "(data.eval_fraction=0.02, say)",
+        )
+
+
+def _heads_fit_ascend(target: str, config: DecoderConfig) -> Iterator[Fault]:
+    if target != "Ascend":
+        return
+    if config.head_dim % 16 or config.head_dim > 512:
+        yield Fault(
+            "model.config.head_dim",
+            f"must be a multiple of 16 and <= 512 on Ascend, got {config.head_dim}; change it or hidden_size",
+        )
+    if config.num_attention_heads > 256:
+        yield Fault(
+            "model.config.num_attention_heads", f"must be <= 256 on Ascend, got {config.num_attention_heads}; lower it"
+        )
+
+
+def _graphs_fit(mode: str, max_graphs: int, eval_every: int | None) -> Iterator[Fault]:
+    needed = 2 if eval_every is None else 3  # train and apply, and eval; one size each
+    if mode == "graph" and max_graphs < needed:
+        yield Fault("graph.max_graphs", f"must be >= {needed} (one graph per role), got {max_graphs}; raise it")
+
+
+def _source_exists(source: str) -> Iterator[Fault]:
+    for field, text in missing_files(DataConfig(source=source, tokenizer=BYTES)):
+        yield Fault(f"data.{field}", text)
+
+
+def _tokenizer_exists(tokenizer: str) -> Iterator[Fault]:
+    for field, text in missing_files(DataConfig(source=PYDOC, tokenizer=tokenizer)):
+        yield Fault(f"data.{field}", text)
+
+
+def _resume_exists(resume: str) -> Iterator[Fault]:
+    if resume not in ("auto", "never") and not Path(resume).expanduser().is_dir():
+        yield Fault(
+            "checkpoint.resume", f"must be auto, never or an existing checkpoint folder, got {resume}; correct the path"
+        )
+
+
+def _output_is_no_file(output_dir: str) -> Iterator[Fault]:
+    if Path(output_dir).expanduser().is_file():
+        yield Fault(
+            "checkpoint.output_dir", f"must be a folder or not exist, got the file {output_dir}; choose another"
+        )
+
+
+def _cache_is_no_file(compile_cache: str) -> Iterator[Fault]:
+    if compile_cache not in ("auto", "off") and Path(compile_cache).expanduser().is_file():
+        yield Fault(
+            "graph.compile_cache", f"must be auto, off or a folder, got the file {compile_cache}; choose a folder"
+        )
+
+
+def _not_a_multiple(value: int, divisor: int) -> str:
+    below = value // divisor * divisor
+    near = f"{below} or {below + divisor}" if below else f"{divisor}"
+    return f"must be a multiple of shapes.divisor ({divisor}), got {value}; use {near}, or another divisor"
+
+
+_SIZE = ("mode", "batch.token_budget", "batch.rows", "model.seq_length")
+
+RULES: tuple[tuple[Callable[..., Iterator[Fault]], tuple[str, ...]], ...] = (
+    (_source_exists, ("data.source",)),
+    (_tokenizer_exists, ("data.tokenizer",)),
+    (_shortest_fits, ("data.min_tokens", "model.seq_length")),
+    (_rows_fit_mode, ("mode", "batch.rows")),
+    (_budget_fits_mode, ("mode", "batch.token_budget?", "batch.token_budget", "batch.rows")),
+    (_pad_to_fits_mode, ("mode", "batch.pad_to?")),
+    (_budget_holds_a_sequence, ("mode", "batch.token_budget", "model.seq_length")),
+    (_budget_divides, ("mode", "batch.token_budget", "shapes.divisor")),
+    (_segments_hold_the_rows, ("mode", "batch.rows", "batch.max_segments")),
+    (
+        _segments_hold_the_tail,
+        (
+            "mode",
+            "shapes.kind",
+            "shapes.min",
+            "shapes.divisor",
+            "batch.token_budget",
+            "model.seq_length",
+            "batch.max_segments",
+        ),
+    ),
+    (_static_rows_have_one_length, ("shapes.kind", "mode", "batch.pad_to")),
+    (_max_holds_a_micro_batch, ("shapes.kind", "shapes.max", "shapes.divisor", *_SIZE)),
+    (_min_divides, ("shapes.min", "shapes.divisor")),
+    (_range_is_open, ("shapes.kind", "shapes.min", "shapes.max", "shapes.divisor", *_SIZE)),
+    (_min_fits_rows, ("shapes.kind", "shapes.min", "shapes.divisor", "mode", "batch.rows")),
+    (_one_length, ("model.seq_length", "model.max_position_embeddings")),
+    (_lengths_followed, ("mode", "model.variable_seq_lengths")),
+    (_rows_divide, ("mode", "model.seq_length", "shapes.divisor")),
+    (_heads_fit_ascend, ("device.target", "model.config")),
+    (_warmup_ends, ("train.warmup_steps", "train.steps")),
+    (_evaluation_has_documents, ("train.eval_every", "data.eval_fraction")),
+    (_graphs_fit, ("graph.mode", "graph.max_graphs", "train.eval_every")),
+    (_cache_is_no_file, ("graph.compile_cache",)),
+    (_output_is_no_file, ("checkpoint.output_dir",)),
+    (_resume_exists, ("checkpoint.resume",)),
+)
+"""Each rule and the keys it takes, in this order. ``key?`` is the value as written, None where the key was left out."""
+
+
+def rule_faults(values: dict[str, Any]) -> list[Fault]:
+    """The faults between keys.
+
+    Args:
+        values: by YAML path, the value of every key that is valid by itself, defaults filled in.
+    """
+    return [
+        fault
+        for rule, needs in RULES
+        if all(need in values for need in needs)
+        for fault in rule(*(values[need] for need in needs))
+    ]

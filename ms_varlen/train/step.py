@@ -1,0 +1,129 @@
+"""The three graphs of training: accumulate a micro-batch's gradient, apply a step's, evaluate.
+
+A step's loss is the sum of its token losses over its number of supervised tokens, whatever micro-batches and ranks they
+were spread over. So micro-batches add sums of gradients, and one division happens when the step is applied. Only
+`AccumulateGradients` and `EvaluateLoss` see token axes; `ApplyGradients` has fixed shapes.
+"""
+
+import mindspore as ms
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+
+from ms_varlen.train.config import TrainConfig
+
+_add_to = ops.MultitypeFuncGraph("add_to")
+
+
+@_add_to.register("Tensor", "Tensor")
+def _add_tensor_to(accumulated, gradient):
+    return ops.assign_add(accumulated, gradient)
+
+
+class AccumulateGradients(nn.Cell):
+    """Adds the gradient of a micro-batch's summed loss to the accumulators.
+
+    Args:
+        net: ``net(input_ids, labels, position_ids, *lengths)`` -> () fp32, the sum of token losses.
+    Attributes:
+        weights: the net's trainable parameters.
+        accumulated: one fp32 accumulator per parameter, zero at first.
+    """
+
+    def __init__(self, net: nn.Cell):
+        super().__init__()
+        self.net = net
+        self.weights = ParameterTuple(net.trainable_params())
+        self.accumulated = self.weights.clone("accumulated", init="zeros")
+        self.gradient = ops.value_and_grad(net, None, self.weights)
+        self.hyper_map = ops.HyperMap()
+
+    def construct(self, input_ids, labels, position_ids, *lengths):
+        """[T] int32 three times and the attention body's tensors -> () fp32, the summed loss."""
+        loss_sum, gradients = self.gradient(input_ids, labels, position_ids, *lengths)
+        return ops.depend(loss_sum, self.hyper_map(_add_to, self.accumulated, gradients))
+
+
+class ApplyGradients(nn.Cell):
+    """Divides the accumulated gradient, clips it by its global norm, applies AdamW, and zeroes the accumulators.
+
+    AdamW as PyTorch defines it, without decay on norms and biases. MindSpore's `AdamWeightDecay` lacks the bias
+    correction; it is folded into the step size, epsilon and decay, which is the same update (within 4e-7 in fp32).
+    A step whose loss or gradient holds a NaN or an infinity changes nothing but the accumulators.
+
+    Args:
+        weights: the parameters.
+        accumulated: their summed gradients.
+        config: betas, epsilon, decay and clipping.
+    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, algorithm 2; torch.optim.AdamW.
+    """
+
+    def __init__(self, weights: ParameterTuple, accumulated: ParameterTuple, config: TrainConfig):
+        super().__init__()
+        self.weights = weights
+        self.accumulated = accumulated
+        self.adam_m = weights.clone("adam_m", init="zeros")
+        self.adam_v = weights.clone("adam_v", init="zeros")
+        self.applied_steps = Parameter(Tensor(0.0, ms.float32), name="applied_steps")
+        self.decays = tuple(config.weight_decay if weight.ndim > 1 else 0.0 for weight in weights)
+        self.beta1, self.beta2, self.eps = config.beta1, config.beta2, config.eps
+        self.clip = config.clip_grad_norm
+        self.adam = ops.AdamWeightDecay()
+
+    def construct(self, learning_rate, supervised, loss_sum):
+        """Apply one step.
+
+        Args:
+            learning_rate: () fp32.
+            supervised: () fp32, supervised tokens of the whole step, above 0.
+            loss_sum: () fp32, summed loss of the whole step.
+        Returns:
+            () fp32, the gradient's global norm before clipping, and () bool, whether the step was applied.
+        """
+        total = ops.square(self.accumulated[0]).sum()
+        for gradient in self.accumulated[1:]:
+            total = total + ops.square(gradient).sum()
+        norm = ops.sqrt(total) / supervised
+        finite = ops.logical_and(ops.isfinite(norm), ops.isfinite(loss_sum))
+        if finite:
+            self._update(learning_rate, self._scale(norm) / supervised)
+        for gradient in self.accumulated:
+            ops.assign(gradient, ops.zeros_like(gradient))
+        return norm, finite
+
+    def _scale(self, norm):
+        if self.clip is None:
+            return ops.ones_like(norm)
+        return ops.minimum(self.clip / (norm + 1e-6), ops.ones_like(norm))
+
+    def _update(self, learning_rate, scale):
+        step = self.applied_steps + 1.0
+        ops.assign(self.applied_steps, step)
+        correction1 = 1.0 - ops.pow(Tensor(self.beta1, ms.float32), step)
+        root2 = ops.sqrt(1.0 - ops.pow(Tensor(self.beta2, ms.float32), step))
+        for i in range(len(self.weights)):
+            self.adam(
+                self.weights[i],
+                self.adam_m[i],
+                self.adam_v[i],
+                learning_rate * root2 / correction1,
+                self.beta1,
+                self.beta2,
+                self.eps * root2,
+                self.decays[i] * correction1 / root2,
+                self.accumulated[i] * scale,
+            )
+
+
+class EvaluateLoss(nn.Cell):
+    """The summed loss of a micro-batch, without gradient.
+
+    Args:
+        net: the net that `AccumulateGradients` trains; its parameters are shared.
+    """
+
+    def __init__(self, net: nn.Cell):
+        super().__init__()
+        self.net = net
+
+    def construct(self, input_ids, labels, position_ids, *lengths):
+        """[T] int32 three times and the attention body's tensors -> () fp32."""
+        return self.net(input_ids, labels, position_ids, *lengths)

@@ -1,0 +1,147 @@
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ms_varlen import DataError, LengthsError, SeqLens
+from ms_varlen.data.layouts import Layout, check_micro_batch, lay_out, require_columns
+
+
+@dataclasses.dataclass(frozen=True)
+class Multiples:
+    divisor: int
+
+    def size_for(self, tokens):
+        return -(-tokens // self.divisor) * self.divisor
+
+
+def place(samples, layout, pad_id=0):
+    tokens = np.concatenate([np.array(s, np.int32) for s in samples])
+    lens = layout.place(np.array([len(s) for s in samples], np.int32))
+    return lens, lay_out(lens, tokens, pad_id)
+
+
+def varlen(divisor=1, seq_length=8):
+    return Layout("varlen", Multiples(divisor), seq_length)
+
+
+def check(samples, lens, columns, seq_length=8):
+    lengths = np.array([len(s) for s in samples], np.int32)
+    check_micro_batch(columns, lens.starts, lengths, np.array([[s[0], s[-1]] for s in samples]).T, seq_length)
+
+
+def test_every_column_of_a_varlen_micro_batch():
+    samples = [[5, 6, 7], [8, 9]]
+    lens, columns = place(samples, varlen(divisor=8))
+    assert {name: column.tolist() for name, column in columns.items()} == {
+        "input_ids": [5, 6, 7, 8, 9, 0, 0, 0],
+        "labels": [6, 7, -100, 9, -100, -100, -100, -100],
+        "position_ids": [0, 1, 2, 0, 1, 0, 1, 2],
+        "seq_lens": [3, 2],
+        "actual_seq_qlen": [3, 5, 8],
+    }
+    check(samples, lens, columns)
+
+
+def test_every_column_of_padded_rows_with_a_filler_row():
+    samples = [[5, 6, 7], [8, 9]]
+    lens, columns = place(samples, Layout("padded", Multiples(4), seq_length=8, rows=3, row_divisor=4))
+    assert {name: column.tolist() for name, column in columns.items()} == {
+        "input_ids": [5, 6, 7, 0, 8, 9, 0, 0, 0, 0, 0, 0],
+        "labels": [6, 7, -100, -100, 9, -100, -100, -100, -100, -100, -100, -100],
+        "position_ids": [0, 1, 2, 3] * 3,
+        "seq_lens": [3, 2],
+        "actual_seq_qlen": [4, 8, 12],
+    }
+    check(samples, lens, columns)
+
+
+def test_rows_are_seq_length_long_without_a_row_divisor():
+    lens = Layout("padded", Multiples(1), seq_length=8, rows=2).place(np.array([3], np.int32))
+    assert lens.segment_lens.tolist() == [8, 8]
+
+
+def test_labels_of_packed_samples_stay_inside_them():  # K07
+    assert place([[1, 2, 3], [4, 5]], varlen())[1]["labels"].tolist() == [2, 3, -100, 5, -100]
+
+
+def test_end_of_text_inside_a_sample_is_a_target():  # K08
+    end = 2
+    labels = place([[5, end, 6, 7, end]], varlen())[1]["labels"]
+    assert labels.tolist() == [end, 6, 7, end, -100]
+    assert (labels != -100).sum() == 4
+
+
+def test_lengths_are_carried_when_the_pad_id_occurs_in_the_text():  # K09, P07
+    end = 2
+    lens, columns = place([[5, end, 6, end]], Layout("padded", Multiples(1), 8, rows=1), pad_id=end)
+    assert columns["seq_lens"].tolist() == [4]
+    assert columns["labels"].tolist() == [end, 6, end, -100, -100, -100, -100, -100]
+    assert lens.real_mask.tolist() == [True] * 4 + [False] * 4
+
+
+def test_every_token_column_is_rounded_up_together():  # P03
+    _, columns = place([[1] * 7, [2] * 6], varlen(divisor=16, seq_length=16))
+    assert {columns[name].size for name in ("input_ids", "labels", "position_ids")} == {16}
+    assert columns["actual_seq_qlen"][-1] == 16
+
+
+def test_segments_without_an_end_of_text_are_still_apart():  # P06
+    assert place([[1, 2, 3], [4, 5]], varlen())[0].segment_ids.tolist() == [0, 0, 0, 1, 1]
+
+
+def test_projected_columns_are_refused_by_name():  # K05
+    _, columns = place([[1, 2, 3]], varlen())
+    with pytest.raises(DataError, match="must carry position_ids, seq_lens, actual_seq_qlen"):
+        require_columns({name: columns[name] for name in ("input_ids", "labels")})
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        (
+            "seq_lens",
+            [2, 3],
+            r"seq_lens\[0\] must be 3 .the sample's length in the store., got 2; 2 of 2 differ",
+        ),  # P12
+        ("seq_lens", [3], r"one entry per sample \(2\)"),
+        ("actual_seq_qlen", [3, 5], r"actual_seq_qlen\[-1\] must equal the number of tokens \(8\), got 5"),  # P10
+        ("actual_seq_qlen", [3, 3, 8], r"actual_seq_qlen\[1\] must end a segment of 1 to 8 .*got 0"),
+        ("actual_seq_qlen", [2, 5, 8], r"start of sample\[1\] must be 3 .*got 5"),
+        ("input_ids", [8, 9, 5, 6, 7, 0, 0, 0], r"first id of sample\[0\] must be 5 .*got 8; 2 of 2 differ"),
+        ("labels", [6, 7, 8, 9, -100, -100, -100, -100], r"last label of sample\[0\] must be -100"),
+        ("position_ids", [0, 1, 2, 3, 4, 0, 1, 2], r"last position of sample\[1\] must be 1"),
+        ("labels", [6, 7], r"labels must be as long as input_ids \(8\)"),
+    ],
+)
+def test_a_column_that_disagrees_with_the_store_is_refused(column, value, message):
+    samples = [[5, 6, 7], [8, 9]]
+    lens, columns = place(samples, varlen(divisor=8))
+    with pytest.raises(LengthsError, match=message):
+        check(samples, lens, {**columns, column: np.array(value, np.int32)})
+
+
+def test_a_column_of_another_dtype_is_refused():
+    samples = [[5, 6, 7]]
+    lens, columns = place(samples, varlen())
+    with pytest.raises(LengthsError, match="actual_seq_qlen must be int32, got int64"):
+        check(samples, lens, {**columns, "actual_seq_qlen": columns["actual_seq_qlen"].astype(np.int64)})
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 50), min_size=2, max_size=8), min_size=1, max_size=6),
+    st.booleans(),
+    st.integers(1, 8),
+)
+def test_targets_are_those_of_the_samples_alone(samples, rows, divisor):
+    layout = Layout("padded", Multiples(1), 8, len(samples), 1) if rows else varlen(divisor)
+    lens, columns = place(samples, layout)
+    check(samples, lens, columns)
+    supervised = columns["labels"] != -100
+    pairs = list(zip(columns["input_ids"][supervised].tolist(), columns["labels"][supervised].tolist(), strict=True))
+    assert pairs == [pair for s in samples for pair in itertools.pairwise(s)]
+    assert isinstance(lens, SeqLens)
+    assert lens.real_tokens == sum(map(len, samples))

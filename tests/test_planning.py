@@ -1,0 +1,130 @@
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ms_varlen import CheckpointError, DataError
+from ms_varlen.planning.batching import row_offsets, token_budget_offsets
+from ms_varlen.planning.epoch_plan import EpochPlan, EpochPlans, PlanSettings, PlanState
+
+
+def plan_settings(**changes):
+    return PlanSettings(
+        **{"policy": "token_budget", "size": 8, "max_segments": 64, "micro_batches": 1, "seed": 0} | changes
+    )
+
+
+def groups(offsets, values):
+    return [list(values[a:b]) for a, b in itertools.pairwise(offsets)]
+
+
+def test_budget_is_hard_and_filled_in_order():
+    lengths = np.array([5, 3, 4, 4, 1, 8, 2], np.int32)
+    assert groups(token_budget_offsets(lengths, 8, 64), lengths.tolist()) == [[5, 3], [4, 4], [1], [8], [2]]
+
+
+def test_segment_cap_closes_a_micro_batch():  # K17, B09
+    assert token_budget_offsets(np.full(5, 2, np.int32), 100, 2).tolist() == [0, 2, 4, 5]
+
+
+def test_more_segments_than_the_operator_takes_are_spread():  # B09
+    offsets = token_budget_offsets(np.ones(3000, np.int32), 4096, 1024)
+    assert np.diff(offsets).tolist() == [1024, 1024, 952]
+
+
+def test_a_sample_above_the_budget_is_refused_by_name():  # B02
+    with pytest.raises(DataError, match=r"sample 1 must fit batch.token_budget \(25\), got 40 tokens"):
+        token_budget_offsets(np.array([3, 40], np.int32), 25, 64)
+
+
+def test_rows_keep_the_short_last_micro_batch():  # B05
+    sizes = np.diff(row_offsets(249, 2))
+    assert (sizes.size, sizes[-1], sizes.sum()) == (125, 1, 249)
+
+
+def test_epochs_differ_and_the_same_seed_repeats_them():  # B08
+    lengths = np.random.default_rng(3).integers(1, 9, 200).astype(np.int32)
+    orders = [EpochPlan(lengths, plan_settings(), epoch).trained_ids(50) for epoch in (0, 1, 0)]
+    assert orders[0].tolist() != orders[1].tolist()
+    assert orders[0].tolist() == orders[2].tolist()
+    assert set(np.sign(np.diff(lengths[orders[0]]))) == {-1, 0, 1}
+
+
+def test_goes_on_at_the_sample_after_the_last_step():  # R01
+    plan = EpochPlan(np.full(12, 2, np.int32), plan_settings(policy="rows", size=3), epoch=None)
+    assert plan.micro_batch(step=2, micro_batch=0).tolist() == [6, 7, 8]
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_next_pack_after_the_first_holds_the_rest(epoch):  # R02
+    lengths = np.array([5, 5, 3], np.int32)
+    plans = EpochPlans(lengths, "f", plan_settings())
+    order = plans.epoch(epoch).trained_ids(plans.epoch(epoch).num_steps).tolist()
+    first = plans.epoch(epoch).step_ids(0).tolist()
+    resumed = [
+        plan.step_ids(state.step).tolist() for state, plan in _steps(plans, PlanState(epoch, 1, plans.fingerprint), 1)
+    ]
+    assert resumed == [order[len(first) :][: len(resumed[0])]]
+    assert sorted(order) == [0, 1, 2]
+
+
+def test_order_5_5_3_packs_the_last_two_together():  # R02, in the given order
+    plan = EpochPlan(np.array([5, 5, 3], np.int32), plan_settings(), epoch=None)
+    assert [plan.step_ids(s).tolist() for s in range(plan.num_steps)] == [[0], [1, 2]]
+
+
+def test_a_state_of_other_settings_is_refused():  # R03
+    lengths = np.full(9, 3, np.int32)
+    saved = EpochPlans(lengths, "f", plan_settings(size=1536)).start().to_dict()
+    with pytest.raises(CheckpointError, match=r"plan.fingerprint must be"):
+        PlanState.from_dict(saved, EpochPlans(lengths, "f", plan_settings(size=1500)).fingerprint)
+
+
+def test_resume_in_the_second_epoch_equals_the_uninterrupted_run():  # R04
+    lengths = np.random.default_rng(0).integers(1, 9, 40).astype(np.int32)
+    plans = EpochPlans(lengths, "f", plan_settings())
+    whole = [(s.epoch, s.step, p.step_ids(s.step).tolist()) for s, p in _steps(plans, plans.start(), 70)]
+    at = next(i for i, (epoch, step, _) in enumerate(whole) if (epoch, step) == (1, 2))
+    state = PlanState.from_dict(PlanState(1, 2, plans.fingerprint).to_dict(), plans.fingerprint)
+    fresh = EpochPlans(lengths, "f", plan_settings())
+    rest = [(s.epoch, s.step, p.step_ids(s.step).tolist()) for s, p in _steps(fresh, state, 70 - at)]
+    assert rest == whole[at:]
+    assert next(step for epoch, step, _ in whole if epoch == 2) == 0
+
+
+def _steps(plans, state, count):
+    steps = plans.steps_from(state)
+    return [next(steps) for _ in range(count)]
+
+
+def test_an_epoch_that_fills_no_step_is_refused():
+    with pytest.raises(DataError, match=r"at least one step \(4 micro-batches\), got 1"):
+        EpochPlan(np.array([3, 2], np.int32), plan_settings(micro_batches=4), 0)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(1, 8), min_size=12, max_size=60),
+    st.integers(1, 3),
+    st.integers(1, 2),
+    st.sampled_from(["token_budget", "rows"]),
+    st.integers(0, 3),
+)
+def test_each_sample_is_trained_or_left_over_exactly_once(lengths, micro_batches, world_size, policy, epoch):
+    lengths = np.array(lengths, np.int32)
+    size = 8 if policy == "token_budget" else 2
+    chosen = plan_settings(policy=policy, size=size, max_segments=5, micro_batches=micro_batches, world_size=world_size)
+    plan = EpochPlan(lengths, chosen, epoch)
+    seen = []
+    for step in range(plan.num_steps):
+        ids = [plan.micro_batch(step, m, rank) for rank in range(world_size) for m in range(micro_batches)]
+        assert np.concatenate(ids).tolist() == plan.step_ids(step).tolist()
+        for part in ids:
+            assert 1 <= part.size <= (5 if policy == "token_budget" else 2)
+            if policy == "token_budget":
+                assert lengths[part].sum() <= 8
+        seen += np.concatenate(ids).tolist()
+    assert seen == plan.trained_ids(plan.num_steps).tolist()
+    assert sorted(seen + plan.left_over.tolist()) == list(range(lengths.size))
