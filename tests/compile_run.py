@@ -16,7 +16,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from ms_varlen.graph.compile_cache import compile_cache, fingerprint
 from ms_varlen.graph.compile_watch import CompileWatch
-from ms_varlen.graph.declare import declared_inputs, dummy_inputs
+from ms_varlen.graph.declare import declared_inputs
 from ms_varlen.graph.shapes import TokenShapes
 
 COLUMNS = {"input_ids": "T", "actual_seq_qlen": "G", "segment_ids": "T"}
@@ -89,7 +89,7 @@ def main(options):
     train = Train(net)
     cells = {"train": train, "apply": Apply(train), "eval": Eval(net)}
     rate = Tensor(0.1, ms.float32)
-    inputs = {"train": dummy_inputs(shapes, COLUMNS), "apply": (rate,), "eval": dummy_inputs(shapes, COLUMNS)}
+    inputs = {"train": batch(shapes, 256), "apply": (rate,), "eval": batch(shapes, 256)}
     for role in ("train", "eval"):
         cells[role].set_inputs(*declared_inputs(shapes, COLUMNS))
     watch = CompileWatch(cells, dict.fromkeys(cells, 1), max_graphs=3)

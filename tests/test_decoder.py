@@ -199,7 +199,7 @@ def test_initial_values_depend_on_seed_and_name_and_on_nothing_else():
 
 
 def test_fp16_compute_stays_near_fp32_and_gives_fp32_gradients():
-    config = make_config("qwen3")
+    config = DecoderConfig(**SMALL | {"num_hidden_layers": 1, "architecture": "qwen3"})
     batch = make_batch([5, 3])[3]
     results = []
     for dtype in (ms.float32, ms.float16):
@@ -210,6 +210,23 @@ def test_fp16_compute_stays_near_fp32_and_gives_fp32_gradients():
         assert {gradient.dtype for gradient in gradients} == {ms.float32}
         results.append(float(loss))
     assert abs(results[0] - results[1]) < 5e-3 * results[0]
+
+
+def test_recompute_runs_each_layer_again_and_changes_no_bit():
+    batch = make_batch([5, 3])[3]
+    results, calls = [], []
+
+    def counting_attend(*arguments):
+        calls[-1] += 1
+        return dense_attend(*arguments)
+
+    for recompute in (False, True):
+        calls.append(0)
+        loss_net = CausalLMLoss(CausalLM(make_config("llama"), 16, counting_attend, recompute=recompute))
+        loss, gradients = ms.value_and_grad(loss_net, None, loss_net.trainable_params())(*batch)
+        results.append([loss.asnumpy(), *(gradient.asnumpy() for gradient in gradients)])
+    assert calls == [2, 4]
+    assert all(np.array_equal(plain, again) for plain, again in zip(*results, strict=True))
 
 
 class GradientStep(nn.Cell):

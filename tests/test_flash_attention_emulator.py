@@ -17,9 +17,7 @@ def numbers(*shape, seed=0):
 
 
 def arguments(tokens=5, heads=2, kv_heads=1, size=16, **changes):
-    query, key, value = (
-        Tensor(numbers(tokens, n, size, seed=i)) for i, n in enumerate([heads, kv_heads, kv_heads])
-    )
+    query, key, value = (Tensor(numbers(tokens, n, size, seed=i)) for i, n in enumerate([heads, kv_heads, kv_heads]))
     good = {
         "query": query,
         "key": key,

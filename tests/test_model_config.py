@@ -56,8 +56,14 @@ def test_a_given_head_dim_is_free_of_the_hidden_size():
     [
         ({"num_attention_heads": 4, "num_key_value_heads": 3}, ("num_key_value_heads",), r"divide .* \(4\), got 3"),
         ({"head_dim": 7}, ("head_dim",), "must be even .* got 7"),
-        ({"num_attention_heads": 5}, (), r"hidden_size must be a multiple of num_attention_heads \(5\), got 64"),
+        (
+            {"num_attention_heads": 5},
+            ("head_dim",),
+            r"hidden_size must be a multiple of num_attention_heads \(5\), got 64",
+        ),
         ({"num_hidden_layers": 0}, ("num_hidden_layers",), "greater than 0"),
+        ({"hidden_size": 0}, ("hidden_size",), "greater than 0"),
+        ({"num_attention_heads": "many"}, ("num_attention_heads",), "valid integer"),
         ({"architecture": "gpt2"}, ("architecture",), "'llama', 'qwen2' or 'qwen3'"),
         ({"hidden": 3}, ("hidden",), "not permitted"),
     ],
@@ -66,6 +72,16 @@ def test_a_wrong_decoder_is_refused_at_its_field(fields, where, message):
     with pytest.raises(ValidationError, match=message) as caught:
         DecoderConfig(**{"hidden_size": 64} | fields)
     assert [fault["loc"] for fault in caught.value.errors()] == [where]
+
+
+def test_null_means_the_default_as_in_hugging_face_files():
+    config = DecoderConfig(hidden_size=128, num_attention_heads=8, num_key_value_heads=None, head_dim=None)
+    assert (config.num_key_value_heads, config.head_dim) == (8, 16)
+
+
+def test_a_config_survives_its_own_dump():
+    config = DecoderConfig(architecture="qwen3", hidden_size=128, head_dim=32)
+    assert DecoderConfig.model_validate(config.model_dump(mode="json")) == config
 
 
 def test_two_faults_are_told_at_once():

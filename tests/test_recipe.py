@@ -52,7 +52,6 @@ def test_resolved_holds_every_default():
         "pad_to": None,
         "micro_batches": 1,
         "max_segments": 256,
-        "window": 10000,
     }
     assert resolved["device"] == {"target": "auto", "max_memory": None, "deterministic": False}
     assert resolved["train"]["learning_rate"] == 1e-3
@@ -282,7 +281,6 @@ FAULTS = {
     "zzz=1": "zzz",
     "train.steps=0": "train.steps",
     "train.eval_every=0": "train.eval_every",
-    "batch.window=0": "batch.window",
     "batch.token_budget=1000": "batch.token_budget",
     "batch.rows=8": "batch.rows",
     "batch.max_segments=1": "batch.max_segments",

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from ms_varlen.errors import ShapesError
 from ms_varlen.graph.config import GraphConfig, ShapesConfig
-from ms_varlen.graph.declare import declared_inputs, dummy_inputs
+from ms_varlen.graph.declare import declared_inputs
 from ms_varlen.graph.shapes import TokenShapes
 from ms_varlen.lengths import SeqLens
 
@@ -26,7 +26,6 @@ def test_thirteen_tokens_are_sixteen_in_every_column(kind):  # P03
     shapes = TokenShapes(kind, 16, 16, 16, max_segments=4)
     lengths = SeqLens.packed([6, 7], seq_length=16, tokens=shapes.size_for(13))
     assert lengths.position_ids.size == lengths.segment_ids.size == lengths.tokens == 16
-    assert [tensor.shape for tensor in dummy_inputs(shapes, COLUMNS, tokens=13)] == [(16,), (16,), (1,), (1, 1)]
 
 
 def test_sizes_of_a_range_go_up_in_steps_of_the_divisor():
@@ -100,7 +99,6 @@ def test_range_is_declared_as_one_symbol_shared_by_the_token_columns():
 def test_static_declares_a_fixed_token_axis_and_a_dynamic_axis_of_ends():
     shapes = TokenShapes("static", 64, 256, 64, max_segments=32)
     assert [tensor.shape for tensor in declared_inputs(shapes, COLUMNS)] == [(256,), (256,), (-1,), (-1, -1)]
-    assert [tensor.shape for tensor in dummy_inputs(shapes, COLUMNS)] == [(256,), (256,), (1,), (1, 1)]
 
 
 @pytest.mark.parametrize(

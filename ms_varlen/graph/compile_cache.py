@@ -113,11 +113,7 @@ def compile_cache(setting: str, name: str) -> Iterator[CacheUse]:
         fault = f"graph.compile_cache: must be a folder that can be written, got {root} ({error.strerror})"
         raise RecipeError([f"{fault}; name another folder or set off"]) from error
     _process_used_it = True
-    use = (
-        CacheUse("warm", folder, "graphs are loaded")
-        if warm
-        else CacheUse("cold", folder, "graphs are compiled and kept")
-    )
+    use = CacheUse("warm" if warm else "cold", folder, "graphs are " + ("loaded" if warm else "compiled and kept"))
     logger.info("compile cache %s: %s, %s", use.state, use.reason, folder)
     try:
         with _mindspore_uses(working, trust=warm):

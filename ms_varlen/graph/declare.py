@@ -1,16 +1,14 @@
-"""What `set_inputs` is told, and the tensors to compile with, both made from one `TokenShapes`.
+"""What `set_inputs` is told, made from a `TokenShapes`.
 
 Columns are named with one letter per axis: `T` tokens, `G` attention segments, `?` any size. All are int32::
 
     columns = {"input_ids": "T", "labels": "T", "position_ids": "T", "actual_seq_qlen": "G", "key_rows": "??"}
     cell.set_inputs(*declared_inputs(shapes, columns))
-    cell.compile(*dummy_inputs(shapes, columns))
 """
 
 from collections.abc import Mapping
 
 import mindspore as ms
-import numpy as np
 from mindspore import Symbol, Tensor
 
 from ms_varlen.graph.shapes import TokenShapes
@@ -32,15 +30,3 @@ def declared_inputs(shapes: TokenShapes, columns: Mapping[str, str]) -> tuple[Te
         tokens = Symbol(min=shapes.min, max=shapes.max, divisor=shapes.divisor, unique=True)
     sizes = {"T": tokens, "G": Symbol(min=1, max=shapes.max_segments), "?": None}
     return tuple(Tensor(shape=[sizes[axis] for axis in axes], dtype=ms.int32) for axes in columns.values())
-
-
-def dummy_inputs(shapes: TokenShapes, columns: Mapping[str, str], tokens: int | None = None) -> tuple[Tensor, ...]:
-    """Tensors of zeros for `cell.compile(*...)`, which looks at shapes and dtypes alone.
-
-    Args:
-        shapes: the sizes that T and G may have.
-        columns: name -> axes, as for `declared_inputs`.
-        tokens: the T to compile for; by default the largest.
-    """
-    sizes = {"T": shapes.size_for(tokens or shapes.max), "G": 1, "?": 1}
-    return tuple(Tensor(np.zeros([sizes[axis] for axis in axes], np.int32)) for axes in columns.values())

@@ -1,25 +1,48 @@
 """What a decoder looks like (`model.config`), and the recipe's `model` section. Imports no MindSpore."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from ms_varlen.errors import RecipeError
 
 
-def _default_heads(data: dict[str, Any]) -> int:
-    return max(1, data["hidden_size"] // 64)
+_STAND_IN = {"architecture": "llama", "hidden_size": 64, "num_attention_heads": 1}
+"""For a field that was refused already, so that what derives from it adds no second fault."""
 
 
-def _default_intermediate_size(data: dict[str, Any]) -> int:
-    """8/3 of the hidden size (three matrices then weigh as much as two of 4x), rounded up to a multiple of 16."""
-    return -(-data["hidden_size"] * 8 // 48) * 16
+def _default_head_dim(data: dict[str, Any]) -> int:
+    size, heads = data["hidden_size"], data["num_attention_heads"]
+    if size % heads:
+        raise ValueError(
+            f"hidden_size must be a multiple of num_attention_heads ({heads}), got {size}; "
+            "change one of them or set head_dim"
+        )
+    return size // heads
+
+
+_DEFAULTS: dict[str, Callable[[dict[str, Any]], int | bool]] = {
+    "num_attention_heads": lambda data: max(1, data["hidden_size"] // 64),
+    "num_key_value_heads": lambda data: data["num_attention_heads"],
+    "head_dim": _default_head_dim,
+    # 8/3 of the hidden size: three matrices then weigh as much as two of 4x.
+    "intermediate_size": lambda data: -(-data["hidden_size"] // 6) * 16,
+    "attention_bias": lambda data: data["architecture"] == "qwen2",
+    "qk_norm": lambda data: data["architecture"] == "qwen3",
+}
+"""Field -> its default, from the fields declared before it."""
+
+
+def _derived(description: str, **rules: Any) -> Any:
+    return Field(default=None, validate_default=True, description=description, **rules)
 
 
 class DecoderConfig(BaseModel):
     """One decoder, under the names of a Hugging Face `config.json`.
 
     `architecture` decides what the other fields default to: qwen2 has biases on q, k and v, qwen3 normalises q and k.
+    A field that is left out or null, and has its default in `_DEFAULTS`, is derived from the fields above it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -27,32 +50,24 @@ class DecoderConfig(BaseModel):
     architecture: Literal["llama", "qwen2", "qwen3"] = "llama"
     hidden_size: int = Field(gt=0)
     num_hidden_layers: int = Field(default=4, gt=0)
-    num_attention_heads: int = Field(default_factory=_default_heads, gt=0, description="default: hidden_size // 64")
-    num_key_value_heads: int = Field(
-        default_factory=lambda data: data["num_attention_heads"], gt=0, description="default: num_attention_heads"
-    )
-    head_dim: int = Field(
-        default_factory=lambda data: data["hidden_size"] // data["num_attention_heads"],
-        validate_default=True,
-        gt=0,
-        description="default: hidden_size / num_attention_heads",
-    )
-    intermediate_size: int = Field(
-        default_factory=_default_intermediate_size, gt=0, description="default: hidden_size * 8/3, a multiple of 16"
-    )
+    num_attention_heads: int = _derived("default: hidden_size // 64", gt=0)
+    num_key_value_heads: int = _derived("default: num_attention_heads", gt=0)
+    head_dim: int = _derived("default: hidden_size / num_attention_heads", gt=0)
+    intermediate_size: int = _derived("default: 8/3 of hidden_size, rounded up to a multiple of 16", gt=0)
     vocab_size: int | None = Field(default=None, gt=0, description="default: what the tokenizer has")
     rms_norm_eps: float = Field(default=1e-6, gt=0)
     rope_theta: float = Field(default=10000.0, gt=0)
     tie_word_embeddings: bool = False
-    attention_bias: bool = Field(
-        default_factory=lambda data: data["architecture"] == "qwen2",
-        description="biases of q, k, v; llama, qwen3: o too",
-    )
+    attention_bias: bool = _derived("biases of q, k and v, and of o except in qwen2; default: qwen2 only")
     mlp_bias: bool = False
-    qk_norm: bool = Field(
-        default_factory=lambda data: data["architecture"] == "qwen3", description="RMS norm of each query and key head"
-    )
+    qk_norm: bool = _derived("RMS norm of each query and key head; default: qwen3 only")
     initializer_range: float = Field(default=0.02, ge=0, description="standard deviation of the initial weights")
+
+    @field_validator(*_DEFAULTS, mode="before")
+    @classmethod
+    def _derive(cls, value: Any, info: ValidationInfo) -> Any:
+        assert info.field_name is not None
+        return _DEFAULTS[info.field_name](_STAND_IN | info.data) if value is None else value
 
     @field_validator("num_key_value_heads")
     @classmethod
@@ -71,15 +86,6 @@ class DecoderConfig(BaseModel):
         if value % 2:
             raise ValueError(f"head_dim must be even (rotary embedding turns pairs), got {value}; set head_dim")
         return value
-
-    @model_validator(mode="after")
-    def _hidden_size_splits_into_heads(self) -> "DecoderConfig":
-        if "head_dim" not in self.model_fields_set and self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size must be a multiple of num_attention_heads ({self.num_attention_heads}), "
-                f"got {self.hidden_size}; change one of them or set head_dim"
-            )
-        return self
 
     @property
     def attention_output_bias(self) -> bool:

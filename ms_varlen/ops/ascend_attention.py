@@ -2,6 +2,11 @@
 
 Source: mindspore.ops.flash_attention_score, MindSpore 2.9, section `input_layout`. The operator's shape inference lets
 most forbidden arguments pass, so what it documents as a restriction is refused here, while the graph is traced.
+
+**The ends stay on the host.** The operator reads them as an array of integers there (the graph holds a `TensorToTuple`
+before it), unlike kernels of other makes that read lengths on the device. Ends that were moved to the NPU, or computed
+there, would be copied back in every layer, and every copy waits for the device. So they go from NumPy through the
+graph's inputs to this call, and nothing casts or changes them on the way.
 """
 
 import numpy as np
@@ -55,7 +60,7 @@ def ascend_attention(q_TND, k_TND, v_TND, lengths):
 
     Args:
         q_TND: [T, N, D]; k_TND and v_TND: [T, n, D], n divides N; float16 or bfloat16.
-        lengths: (ends [G] int32,), running ends on the host, as `attention.attention_inputs` says.
+        lengths: (ends [G] int32,), running ends on the host.
     Raises:
         RecipeError: a head number, head size or dtype that the operator documents as forbidden (at compile time).
     """

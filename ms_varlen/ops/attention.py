@@ -127,12 +127,7 @@ def declared_columns(body: str, tokens: int | None = None) -> dict[str, Tensor]:
 
 
 def attention_inputs(columns: dict, body: str) -> tuple[Tensor, ...]:
-    """`lengths` for `varlen_attention`. The one place that decides where the ends live: on the host.
-
-    `FlashAttentionScore` reads its ends as an array of integers on the host (the graph holds a `TensorToTuple` before
-    the operator), unlike kernels of other makes that read lengths on the device. Ends that were moved to the NPU, or
-    computed there, would be copied back in every layer, and every copy waits for the device. So nothing moves them and
-    nothing computes with them: they go from NumPy to the call.
+    """`lengths` for `varlen_attention`: tensors on the host, which nothing should move or compute with on the way.
 
     Args:
         columns: what `attention_columns` made, alone or among the other columns of a batch; arrays or tensors.

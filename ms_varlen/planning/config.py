@@ -44,6 +44,3 @@ class BatchConfig(BaseModel):
         description="most attention segments per micro-batch, those of the padded tail included; 1024 is the limit of "
         "the Ascend operator",
     )
-    window: int = Field(
-        default=10000, ge=1, description="samples that the planner looks at together when it forms batches"
-    )

@@ -86,13 +86,12 @@ def _read_ends(name: str, ends, tokens: int) -> np.ndarray:
         _need(ends.dtype in (ms.int32, ms.int64), TypeError, f"{name} must hold integers, got {ends.dtype}")
         _need(ends.ndim == 1, RuntimeError, f"{name} must have one axis, got shape {ends.shape}")
         ends = ends.asnumpy().tolist()
-    _need(
-        isinstance(ends, (tuple, list)), TypeError, f"{name} must be Tensor, tuple or list, got {type(ends).__name__}"
-    )
+    listed = isinstance(ends, (tuple, list))
+    _need(listed, TypeError, f"{name} must be Tensor, tuple or list, got {type(ends).__name__}")
     _need(all(_is_int(end) for end in ends), TypeError, f"{name} must hold integers")
     _need(1 <= len(ends) <= MAX_SEQUENCES, RuntimeError, f"{name} must hold 1 to {MAX_SEQUENCES} ends, got {len(ends)}")
     result = np.array(ends, np.int64)
-    _need((np.diff(result, prepend=0) >= 0).all(), RuntimeError, f"{name} must be non-decreasing")
+    _need(bool((np.diff(result, prepend=0) >= 0).all()), RuntimeError, f"{name} must be non-decreasing")
     _need(result[-1] == tokens, RuntimeError, f"the last of {name} must equal T ({tokens}), got {result[-1]}")
     return result
 
@@ -100,7 +99,7 @@ def _read_ends(name: str, ends, tokens: int) -> np.ndarray:
 def _check_lengths(q_lens, k_lens, pre_tokens, sparse_mode) -> None:
     same = q_lens.size == k_lens.size
     _need(same, RuntimeError, f"both lists of ends must be equally long, got {q_lens.size} and {k_lens.size}")
-    _need((k_lens > 0).all(), RuntimeError, "no key sequence may have length 0 (actual_seq_kvlen repeats an end)")
+    _need(bool((k_lens > 0).all()), RuntimeError, "no key sequence may have length 0 (actual_seq_kvlen repeats an end)")
     longest = int(q_lens.max())
     _need(
         pre_tokens >= longest, RuntimeError, f"pre_tokens must be at least max_seqlen_q ({longest}), got {pre_tokens}"

@@ -19,6 +19,7 @@ from ms_varlen.data.dataset import Columns
 from ms_varlen.data.layouts import lay_out
 from ms_varlen.graph.compile_cache import CacheUse, compile_cache, fingerprint
 from ms_varlen.graph.compile_watch import CompileWatch
+from ms_varlen.graph.config import GraphConfig
 from ms_varlen.graph.declare import declared_inputs
 from ms_varlen.graph.shapes import TokenShapes
 from ms_varlen.lengths import SeqLens
@@ -26,7 +27,7 @@ from ms_varlen.models.decoder import Attend, CausalLM, CausalLMLoss
 from ms_varlen.ops.attention import attention_columns, check_attention_limits, declared_columns, varlen_attention
 from ms_varlen.ops.body import body_in_use
 from ms_varlen.train.device import ASCEND
-from ms_varlen.train.step import AccumulateGradients, ApplyGradients, EvaluateLoss
+from ms_varlen.train.step import AccumulateGradients, ApplyGradients, EvaluateLoss, clear
 from ms_varlen.train.workload import Workload, predicted_graphs
 
 logger = logging.getLogger("ms_varlen")
@@ -120,36 +121,26 @@ class TrainingGraphs:
                 cells[role].set_inputs(*tokens, *self.attention.declared.values())
         return CompileWatch(cells, expected, graph.max_graphs)
 
-    def compile(self) -> CacheUse | None:
-        """Compile every graph, in a fixed order, through the compile cache; nothing to do in PyNative mode."""
-        recipe, shapes = self._workload.recipe, self._workload.shapes
-        if recipe.graph.mode != "graph":
-            return None
-        name = fingerprint(self._graph_parts())
-        logger.info("compiling %d graphs; these first seconds are normal", self._watch.predicted)
-        begin = time.perf_counter()
-        with compile_cache(recipe.graph.compile_cache, name) as use:
-            for role, cell in self._watch.cells.items():
-                if role == "apply":
-                    cell.compile(*_scalars(0.0, 1.0, 0.0))
-                else:
-                    for tokens in shapes.sizes or (shapes.max,):
-                        cell.compile(*self._tensors(self._made_up_micro_batch(tokens)))
-                self._watch.check("fixed shapes" if role == "apply" else shapes.describe())
-        logger.info("compiled in %.1f s (compile cache %s)", time.perf_counter() - begin, use.state)
-        return use
+    def compile(self) -> None:
+        """Compile every graph, in a fixed order; `compile_graphs` puts the compile cache around it."""
+        for role, cell in self._watch.cells.items():
+            if role == "apply":
+                cell.compile(*_scalars(0.0, 1.0, 0.0, 0.0))
+            else:
+                for tokens in self._workload.shapes.sizes or (self._workload.shapes.max,):
+                    cell.compile(*self._tensors(self._made_up_micro_batch(tokens)))
+            self._watch.check("fixed shapes" if role == "apply" else self._workload.shapes.describe())
 
-    def _graph_parts(self) -> dict[str, Any]:
-        """The parts of the recipe that graphs are made of; data, schedule and folders are not among them."""
+    def parts(self) -> dict[str, Any]:
+        """What the graphs are made of; data, schedule and folders are not among it."""
         resolved = self._workload.recipe.resolved()
         train = {key: resolved["train"][key] for key in ("clip_grad_norm", "weight_decay", "beta1", "beta2", "eps")}
         return {
-            "mode": resolved["mode"],
-            "batch": resolved["batch"],
-            "shapes": resolved["shapes"],
+            "layout": dataclasses.asdict(self._workload.layout),
+            "shapes": dataclasses.asdict(self._workload.shapes),
             "model": {**resolved["model"], "config": self._workload.model_config.model_dump(mode="json")},
             "train": train,
-            "graph": resolved["graph"] | {"compile_cache": None},
+            "jit_level": resolved["graph"]["jit_level"],
             "device": resolved["device"],
             "attention": self.attention.name,
             "roles": list(self._watch.cells),
@@ -171,14 +162,22 @@ class TrainingGraphs:
 
     def apply(self, learning_rate: float, supervised: int, loss_sum: float) -> tuple[float, bool]:
         """Apply the accumulated gradient; its global norm, and whether it was finite and applied."""
-        norm, applied = self.apply_cell(*_scalars(learning_rate, supervised, loss_sum))
-        return float(norm.asnumpy()), bool(applied.asnumpy())
+        norm, finite = self.apply_cell(*_scalars(learning_rate, supervised, loss_sum, 0.0))
+        applied = bool(finite.asnumpy())
+        if not applied:
+            clear(self.accumulate_cell.accumulated)
+        return float(norm.asnumpy()), applied
 
     def evaluate(self, columns: Columns) -> Tensor:
         """() fp32, a micro-batch's summed loss."""
         loss_sum = self.evaluate_cell(*self._tensors(columns))
         self._watch.check(f"T={columns['input_ids'].size}")
         return loss_sum
+
+    @property
+    def predicted(self) -> int:
+        """The number of graphs, all roles together."""
+        return self._watch.predicted
 
     def counts(self) -> dict[str, int]:
         """Graphs compiled so far, by role."""
@@ -209,6 +208,24 @@ class TrainingGraphs:
         """Copies of the accumulated gradient sums, by parameter name (host)."""
         cell = self.accumulate_cell
         return {w.name: g.asnumpy().copy() for w, g in zip(cell.weights, cell.accumulated, strict=True)}
+
+
+def compile_graphs(graph: GraphConfig, *sets: TrainingGraphs) -> CacheUse | None:
+    """Compile all graphs of a process through the compile cache; nothing to do in PyNative mode.
+
+    Args:
+        graph: the `graph` section.
+        sets: the graphs, in an order that every run of these recipes keeps; a process can use the cache once.
+    """
+    if graph.mode != "graph":
+        return None
+    begin = time.perf_counter()
+    with compile_cache(graph.compile_cache, fingerprint({"sets": [graphs.parts() for graphs in sets]})) as use:
+        logger.info("compiling %d graphs; these first seconds are normal", sum(g.predicted for g in sets))
+        for graphs in sets:
+            graphs.compile()
+    logger.info("compiled in %.1f s (compile cache %s)", time.perf_counter() - begin, use.state)
+    return use
 
 
 def _scalars(*values: float) -> tuple[Tensor, ...]:

@@ -10,7 +10,8 @@ import json
 import logging
 import math
 import time
-from typing import Any, Protocol, TextIO
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -25,13 +26,6 @@ from ms_varlen.train.schedule import learning_rate
 from ms_varlen.train.workload import Workload
 
 logger = logging.getLogger("ms_varlen")
-
-
-class Observer(Protocol):
-    """Who is told how training goes."""
-
-    def step(self, metrics: dict[str, Any]) -> None:
-        """A step is done; `metrics` is its line in metrics.jsonl."""
 
 
 @dataclasses.dataclass
@@ -50,11 +44,11 @@ class TrainingLoop:
         workload: what to train on.
         graphs: the compiled cells.
         run: the run folder, and the checkpoint to go on from.
-        observer: told of every step.
+        on_step: told each step's metrics, its line in metrics.jsonl.
     """
 
-    def __init__(self, workload: Workload, graphs: TrainingGraphs, run: Run, observer: Observer):
-        self._workload, self._graphs, self._run, self._observer = workload, graphs, run, observer
+    def __init__(self, workload: Workload, graphs: TrainingGraphs, run: Run, on_step: Callable[[dict[str, Any]], None]):
+        self._workload, self._graphs, self._run, self._on_step = workload, graphs, run, on_step
         self._recipe = workload.recipe
         store = workload.store
         self._train_batches = MicroBatches(store.train, workload.layout, store.pad_id, graphs.attention.columns)
@@ -94,7 +88,7 @@ class TrainingLoop:
                 if self._state.epoch != state.epoch:
                     self._skipped = Skipped(steps=self._skipped.steps)
                 _write_line(lines, metrics)
-                self._observer.step(metrics)
+                self._on_step(metrics)
                 if self._due(self._recipe.checkpoint.every):
                     self._save()
         return {**metrics, "ledger": {k: v.to_dict() for k, v in self.ledger().items()}}
@@ -102,7 +96,7 @@ class TrainingLoop:
     def _due(self, every: int | None) -> bool:
         return self._step == self._recipe.train.steps or (every is not None and self._step % every == 0)
 
-    def _one_step(self, state: PlanState, plan: EpochPlan, micro_batches) -> dict[str, Any]:
+    def _one_step(self, state: PlanState, plan: EpochPlan, micro_batches: Iterator[Columns]) -> dict[str, Any]:
         begin = time.perf_counter()
         sums = StepSums()
         loss_sums = []

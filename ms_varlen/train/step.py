@@ -6,6 +6,7 @@ were spread over. So micro-batches add sums of gradients, and one division happe
 """
 
 import mindspore as ms
+import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from ms_varlen.train.config import TrainConfig
@@ -29,7 +30,7 @@ class AccumulateGradients(nn.Cell):
     """
 
     def __init__(self, net: nn.Cell):
-        super().__init__()
+        super().__init__(auto_prefix=False)
         self.net = net
         self.weights = ParameterTuple(net.trainable_params())
         self.accumulated = self.weights.clone("accumulated", init="zeros")
@@ -47,7 +48,7 @@ class ApplyGradients(nn.Cell):
 
     AdamW as PyTorch defines it, without decay on norms and biases. MindSpore's `AdamWeightDecay` lacks the bias
     correction; it is folded into the step size, epsilon and decay, which is the same update (within 4e-7 in fp32).
-    A step whose loss or gradient holds a NaN or an infinity changes nothing but the accumulators.
+    A step whose loss or gradient holds a NaN or an infinity changes nothing, the accumulators included: `clear` them.
 
     Args:
         weights: the parameters.
@@ -68,13 +69,14 @@ class ApplyGradients(nn.Cell):
         self.clip = config.clip_grad_norm
         self.adam = ops.AdamWeightDecay()
 
-    def construct(self, learning_rate, supervised, loss_sum):
+    def construct(self, learning_rate, supervised, loss_sum, zero):
         """Apply one step.
 
         Args:
             learning_rate: () fp32.
             supervised: () fp32, supervised tokens of the whole step, above 0.
             loss_sum: () fp32, summed loss of the whole step.
+            zero: () fp32, 0. As an input, because MindSpore folds `zeros_like` into constants as large as the model.
         Returns:
             () fp32, the gradient's global norm before clipping, and () bool, whether the step was applied.
         """
@@ -85,8 +87,8 @@ class ApplyGradients(nn.Cell):
         finite = ops.logical_and(ops.isfinite(norm), ops.isfinite(loss_sum))
         if finite:
             self._update(learning_rate, self._scale(norm) / supervised)
-        for gradient in self.accumulated:
-            ops.assign(gradient, ops.zeros_like(gradient))
+            for gradient in self.accumulated:
+                ops.assign(gradient, gradient * zero)
         return norm, finite
 
     def _scale(self, norm):
@@ -113,6 +115,12 @@ class ApplyGradients(nn.Cell):
             )
 
 
+def clear(accumulated: ParameterTuple) -> None:
+    """Zero the accumulators from the host, after a step that was not applied."""
+    for gradient in accumulated:
+        gradient.set_data(Tensor(np.zeros(gradient.shape, np.float32)))
+
+
 class EvaluateLoss(nn.Cell):
     """The summed loss of a micro-batch, without gradient.
 
@@ -121,7 +129,7 @@ class EvaluateLoss(nn.Cell):
     """
 
     def __init__(self, net: nn.Cell):
-        super().__init__()
+        super().__init__(auto_prefix=False)
         self.net = net
 
     def construct(self, input_ids, labels, position_ids, *lengths):

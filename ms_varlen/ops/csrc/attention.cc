@@ -11,6 +11,7 @@
 // Source: FlashAttention-2 (arXiv 2307.08691), algorithms 1 and 2.
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <cstring>
 #include <limits>
 
@@ -48,13 +49,20 @@ struct Item {
   int64_t cost;
 };
 
+// False, with a line that says why, for ends that would give wrong numbers in silence.
 bool read_segments(const int32_t* ends, int64_t count, int tokens, std::vector<Segment>* segments) {
   int start = 0;
   for (int64_t i = 0; i < count; ++i) {
-    if (ends[i] < start || ends[i] > tokens) return false;
+    if (ends[i] < start || ends[i] > tokens) {
+      std::fprintf(stderr, "ms_varlen: actual_seq_qlen[%lld] must be between the end before it (%d) and T (%d), got %d\n",
+                   static_cast<long long>(i), start, tokens, ends[i]);
+      return false;
+    }
     if (ends[i] > start) segments->push_back({start, ends[i] - start});  // a repeated end adds nothing
     start = ends[i];
   }
+  if (start != tokens)
+    std::fprintf(stderr, "ms_varlen: the last of actual_seq_qlen must equal the number of tokens (%d), got %d\n", tokens, start);
   return start == tokens;
 }
 
@@ -63,9 +71,9 @@ void costliest_first(std::vector<Item>* items) {
 }
 
 // queries x head values -> the right operand of scores, one transposed panel set a slice.
-void pack_queries(const float* src, ptrdiff_t stride, int queries, int head, float scale, float* dst) {
+void pack_queries(const float* src, ptrdiff_t stride, int queries, int head, float* dst) {
   for (int d = 0; d < head; d += kSlice, dst += kBlock * kSlice)
-    pack_transposed(src + d, stride, std::min(kSlice, head - d), queries, dst, scale);
+    pack_transposed(src + d, stride, std::min(kSlice, head - d), queries, dst);
 }
 
 // scores^T [keys][kBlock] = rows of keys times packed queries.
@@ -92,10 +100,10 @@ void mask_column(float* column, int first_query, int keys, float fill) {
   for (int key = partial; key < keys; ++key) store(column + key * kBlock, splat(fill));
 }
 
-// One step of the running softmax over the keys of a block: scores become exp(score - max); max, sum and the factor
-// for what was summed before are kept a query.
-void softmax_step(float* s, int keys, int queries, bool diagonal, bool first, float* running_max, float* running_sum,
-                  float* rescale) {
+// One step of the running softmax over the keys of a block: products s become exp(scale (s - max)); max, sum and the
+// factor for what was summed before are kept a query.
+void softmax_step(float* s, float scale, int keys, int queries, bool diagonal, bool first, float* running_max,
+                  float* running_sum, float* rescale) {
   for (int c = 0; c < queries; c += kLanes) {
     float* column = s + c;
     if (diagonal) mask_column(column, c, keys, -std::numeric_limits<float>::infinity());
@@ -105,12 +113,12 @@ void softmax_step(float* s, int keys, int queries, bool diagonal, bool first, fl
     for (int key = 0; key < last; ++key) most = vmax(load(column + key * kBlock), most);
     Vec sum{};
     for (int key = 0; key < last; ++key) {
-      const Vec p = vexp(load(column + key * kBlock) - most);
+      const Vec p = vexp((load(column + key * kBlock) - most) * scale);
       store(column + key * kBlock, p);
       sum += p;
     }
     if (diagonal) mask_column(column, c, keys, 0.f);
-    const Vec factor = first ? Vec{} : vexp(before - most);
+    const Vec factor = first ? Vec{} : vexp((before - most) * scale);
     store(running_max + c, most);
     store(running_sum + c, first ? sum : load(running_sum + c) * factor + sum);
     store(rescale + c, factor);
@@ -135,7 +143,7 @@ void forward_item(const Sizes& z, const ForwardTensors& t, const Item& item, Scr
   float* rescale = scratch->take(kBlock);
 
   const ptrdiff_t row = item.segment.start + item.first;
-  pack_queries(t.q + row * z.q_stride() + item.head * z.head, z.q_stride(), queries, z.head, z.scale(), packed_q);
+  pack_queries(t.q + row * z.q_stride() + item.head * z.head, z.q_stride(), queries, z.head, packed_q);
   for (int key = 0; key <= item.first; key += kBlock) {
     const bool diagonal = key == item.first;
     const int keys = std::min(kBlock, item.last - key);
@@ -143,7 +151,7 @@ void forward_item(const Sizes& z, const ForwardTensors& t, const Item& item, Scr
     pack_slices<kSlice, kBlock>(t.k + at, z.kv_stride(), keys, z.head, key_rows);
     pack(t.v + at, z.kv_stride(), keys, z.head, value_panels);
     scores(key_rows, packed_q, keys, queries, z.head, diagonal, p);
-    softmax_step(p, keys, queries, diagonal, key == 0, running_max, running_sum, rescale);
+    softmax_step(p, z.scale(), keys, queries, diagonal, key == 0, running_max, running_sum, rescale);
     for (int i = 0; key > 0 && i < queries; ++i)
       for (int d = 0; d < padded; d += kLanes) store(out + i * padded + d, load(out + i * padded + d) * rescale[i]);
     gemm<1>(queries, z.head, keys, p, kBlock, value_panels, out, padded, key > 0,
@@ -153,7 +161,7 @@ void forward_item(const Sizes& z, const ForwardTensors& t, const Item& item, Scr
     float* to = t.out + (row + i) * z.q_stride() + item.head * z.head;
     const float inverse = 1.f / running_sum[i];
     for (int d = 0; d < z.head; ++d) to[d] = out[i * padded + d] * inverse;
-    t.lse[static_cast<ptrdiff_t>(item.head) * z.tokens + row + i] = running_max[i] + std::log(running_sum[i]);
+    t.lse[static_cast<ptrdiff_t>(item.head) * z.tokens + row + i] = running_max[i] * z.scale() + std::log(running_sum[i]);
   }
 }
 
@@ -162,13 +170,13 @@ struct BackwardTensors {
   float *d_q, *d_k, *d_v, *partial_d_q;
 };
 
-// p = exp(score - lse) over the scores, d_score = p (d_p - delta) over d_p.
-void softmax_gradient(float* s, float* d_p, int keys, int queries, bool diagonal, const float* lse, const float* delta) {
+// p = exp(scale s - lse) over the products s, d_score = p (d_p - delta) over d_p.
+void softmax_gradient(float* s, float* d_p, float scale, int keys, int queries, bool diagonal, const float* lse, const float* delta) {
   for (int c = 0; c < queries; c += kLanes) {
     const Vec log_sum = load(lse + c), shift = load(delta + c);
     const int last = diagonal ? std::min(keys, c + kLanes) : keys;
     for (int key = 0; key < last; ++key) {
-      const Vec p = vexp(load(s + key * kBlock + c) - log_sum);
+      const Vec p = vexp(load(s + key * kBlock + c) * scale - log_sum);
       store(s + key * kBlock + c, p);
       store(d_p + key * kBlock + c, p * (load(d_p + key * kBlock + c) - shift));
     }
@@ -185,15 +193,14 @@ struct QueryBlock {
 
   void fill(const Sizes& z, const BackwardTensors& t, ptrdiff_t row, int head, int queries) {
     const ptrdiff_t at = row * z.q_stride() + head * z.head;
-    pack_queries(t.q + at, z.q_stride(), queries, z.head, z.scale(), q_transposed);
-    pack_queries(t.d_out + at, z.q_stride(), queries, z.head, 1.f, d_out_transposed);
+    pack_queries(t.q + at, z.q_stride(), queries, z.head, q_transposed);
+    pack_queries(t.d_out + at, z.q_stride(), queries, z.head, d_out_transposed);
     pack(t.q + at, z.q_stride(), queries, z.head, q_panels);
     pack(t.d_out + at, z.q_stride(), queries, z.head, d_out_panels);
     for (int i = 0; i < kBlock; ++i) {
       lse[i] = i < queries ? t.lse[static_cast<ptrdiff_t>(head) * z.tokens + row + i] : 0.f;
-      delta[i] = 0.f;
-      for (int d = 0; i < queries && d < z.head; ++d)
-        delta[i] += t.out[at + i * z.q_stride() + d] * t.d_out[at + i * z.q_stride() + d];
+      const ptrdiff_t at_row = at + i * z.q_stride();
+      delta[i] = i < queries ? dot(t.out + at_row, t.d_out + at_row, z.head) : 0.f;
     }
   }
 };
@@ -209,7 +216,7 @@ void backward_block(const Sizes& z, const KeyChunk& chunk, int block, int keys, 
   const Part below = diagonal ? Part::kDepthFromRow : Part::kAll;
   scores(chunk.key_rows + block * operand, queries.q_transposed, keys, count, z.head, diagonal, p);
   scores(chunk.value_rows + block * operand, queries.d_out_transposed, keys, count, z.head, diagonal, d_s);
-  softmax_gradient(p, d_s, keys, count, diagonal, queries.lse, queries.delta);
+  softmax_gradient(p, d_s, z.scale(), keys, count, diagonal, queries.lse, queries.delta);
   const ptrdiff_t at = static_cast<ptrdiff_t>(block) * kBlock * padded;
   gemm<kBlock>(keys, z.head, count, p, 1, queries.d_out_panels, chunk.d_v + at, padded, true, below);
   gemm<kBlock>(keys, z.head, count, d_s, 1, queries.q_panels, chunk.d_k + at, padded, true, below);
@@ -315,8 +322,7 @@ std::vector<Item> backward_items(const Sizes& z, const std::vector<Segment>& seg
 
 using namespace ms_varlen;
 
-// Not 0 makes MindSpore raise: ends that decrease or do not reach T would give wrong numbers in silence.
-constexpr int kBadEnds = 1;
+constexpr int kBadEnds = 1;  // not 0 makes MindSpore raise
 
 MS_VARLEN_SHAPES(std::vector<Shape>, AttentionForward) {
   return {shape_of(ndims, shapes, 0), {axis_size(ndims, shapes, 0, 1), axis_size(ndims, shapes, 0, 0)}};

@@ -1,7 +1,7 @@
 // The output layer and its cross-entropy in one: the sum over supervised tokens, and both gradients, fp32.
 //
 //   hidden [T, H], weight [V, H], labels [T] int32 (-100: not supervised)
-//   LinearCrossEntropy: hidden weight labels -> loss [], d_hidden [T, H], d_weight [V, H]
+//   LinearCrossEntropy: hidden weight labels -> loss [1], d_hidden [T, H], d_weight [V, H]
 //
 // The supervised tokens alone are taken, kTokens at a time: logits are held transposed, V x kTokens, and are gone with
 // their chunk. The gradients are those of the sum itself; a caller scales them. Threads share a chunk by blocks of V and
@@ -9,6 +9,7 @@
 // Source: the idea of gradients in the forward pass is Liger-Kernel's (arXiv 2410.10989), section 3.2.
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <cstring>
 #include <limits>
 
@@ -153,10 +154,10 @@ double chunk_step(const Problem& p, const Chunk& c) {
 
 using namespace ms_varlen;
 
-constexpr int kBadLabel = 1;
+constexpr int kBadLabel = 1;  // not 0 makes MindSpore raise
 
 MS_VARLEN_SHAPES(std::vector<Shape>, LinearCrossEntropy) {
-  return {{}, shape_of(ndims, shapes, 0), shape_of(ndims, shapes, 1)};
+  return {{1}, shape_of(ndims, shapes, 0), shape_of(ndims, shapes, 1)};
 }
 
 MS_VARLEN_KERNEL(LinearCrossEntropy) {
@@ -166,7 +167,10 @@ MS_VARLEN_KERNEL(LinearCrossEntropy) {
   std::vector<int> supervised;
   for (int t = 0; t < p.tokens; ++t) {
     if (p.labels[t] == kIgnored) continue;
-    if (p.labels[t] < 0 || p.labels[t] >= p.vocabulary) return kBadLabel;
+    if (p.labels[t] < 0 || p.labels[t] >= p.vocabulary) {
+      std::fprintf(stderr, "ms_varlen: labels[%d] must be -100 or in [0, %d), got %d\n", t, p.vocabulary, p.labels[t]);
+      return kBadLabel;
+    }
     supervised.push_back(t);
   }
   std::fill(p.d_hidden, p.d_hidden + static_cast<ptrdiff_t>(p.tokens) * p.size, 0.f);

@@ -32,23 +32,36 @@ inline void pack(const float* src, ptrdiff_t ld, int rows, int columns, float* d
   }
 }
 
-// The same for the transpose: src is columns x rows, each value times `scale`.
-inline void pack_transposed(const float* src, ptrdiff_t ld, int rows, int columns, float* dst, float scale = 1.f) {
-  for (int c = 0; c < columns; c += kPanel, dst += static_cast<ptrdiff_t>(rows) * kPanel) {
-    const int width = std::min(kPanel, columns - c);
-    for (int x = 0; x < width; ++x)
-      for (int r = 0; r < rows; ++r) dst[r * kPanel + x] = src[(c + x) * ld + r] * scale;
-    for (int x = width; x < kPanel; ++x)
-      for (int r = 0; r < rows; ++r) dst[r * kPanel + x] = 0.f;
-  }
+// The same for the transpose: src is columns x rows.
+inline void pack_transposed(const float* src, ptrdiff_t ld, int rows, int columns, float* dst) {
+  for (int c = 0; c < columns; c += kPanel, dst += static_cast<ptrdiff_t>(rows) * kPanel)
+    for (int x = 0; x < kPanel; x += kLanes) {
+      const int width = std::max(0, std::min(kLanes, columns - c - x));
+      for (int r = 0; r < rows; r += kLanes) {
+        const float* from = src + (c + x) * ld + r;
+        float* to = dst + r * kPanel + x;
+        if (width == kLanes && r + kLanes <= rows) {
+          transpose(from, ld, to, kPanel);
+        } else {
+          for (int y = 0; y < std::min(kLanes, rows - r); ++y)
+            for (int lane = 0; lane < kLanes; ++lane) to[y * kPanel + lane] = lane < width ? from[lane * ld + y] : 0.f;
+        }
+      }
+    }
 }
 
 // rows x depth values -> slices of [Rows][Slice]: the left operand, with a row stride that the compiler knows.
 template <int Slice, int Rows>
 void pack_slices(const float* src, ptrdiff_t ld, int rows, int depth, float* dst) {
   for (int d = 0; d < depth; d += Slice, dst += Slice * Rows)
-    for (int r = 0; r < rows; ++r)
-      std::memcpy(dst + r * Slice, src + r * ld + d, sizeof(float) * std::min(Slice, depth - d));
+    for (int r = 0; r < rows; ++r) {
+      const float* from = src + r * ld + d;
+      if (depth - d >= Slice) {
+        for (int i = 0; i < Slice; i += kLanes) store(dst + r * Slice + i, load(from + i));
+      } else {
+        std::memcpy(dst + r * Slice, from, sizeof(float) * (depth - d));
+      }
+    }
 }
 
 // One tile of R rows and V vectors. A's value (i, k) is a[i * RowStride + k * ak].

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 namespace ms_varlen {
 
@@ -33,6 +34,41 @@ inline float sum_lanes(Vec v) {
   float s = 0;
   for (int i = 0; i < kLanes; ++i) s += v[i];
   return s;
+}
+
+inline float dot(const float* a, const float* b, int count) {
+  Vec v{};
+  int i = 0;
+  for (; i + kLanes <= count; i += kLanes) v += load(a + i) * load(b + i);
+  float s = sum_lanes(v);
+  for (; i < count; ++i) s += a[i] * b[i];
+  return s;
+}
+
+// a0 b0 a1 b1 ... from the lower (half 0) or upper (half 1) halves of a and b.
+template <int Half, size_t... I>
+inline Vec interleave(Vec a, Vec b, std::index_sequence<I...>) {
+#ifdef __clang__
+  return __builtin_shufflevector(a, b, (I / 2 + Half * kLanes / 2 + I % 2 * kLanes)...);
+#else
+  return __builtin_shuffle(a, b, IntVec{static_cast<int32_t>(I / 2 + Half * kLanes / 2 + I % 2 * kLanes)...});
+#endif
+}
+
+// A square of kLanes x kLanes values at src (row stride ld), transposed to dst: log2(kLanes) rounds of interleaving rows
+// with the rows half the square below them.
+inline void transpose(const float* src, ptrdiff_t ld, float* dst, ptrdiff_t dst_ld) {
+  constexpr auto lanes = std::make_index_sequence<kLanes>();
+  Vec rows[kLanes], next[kLanes];
+  for (int i = 0; i < kLanes; ++i) rows[i] = load(src + i * ld);
+  for (int round = 1; round < kLanes; round *= 2) {
+    for (int i = 0; i < kLanes / 2; ++i) {
+      next[2 * i] = interleave<0>(rows[i], rows[i + kLanes / 2], lanes);
+      next[2 * i + 1] = interleave<1>(rows[i], rows[i + kLanes / 2], lanes);
+    }
+    for (int i = 0; i < kLanes; ++i) rows[i] = next[i];
+  }
+  for (int i = 0; i < kLanes; ++i) store(dst + i * dst_ld, rows[i]);
 }
 
 // exp to 2 units in the last place; NaN stays NaN (a comparison with NaN is false, so the clamps let it through).

@@ -1,0 +1,215 @@
+"""`ms-varlen`: parse, build, call one function.
+
+    ms-varlen train recipes/quickstart.yaml train.steps=20
+    ms-varlen align recipes/align_cpu.yaml --steps 20
+
+Exit status 0 only when all is well; 1 for a fault that the message explains, 2 for a wrong command line. Tables and
+logs are for people; with `--json` one object goes to stdout and nothing else.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from ms_varlen.errors import VarlenError
+from ms_varlen.train.recipe import load_recipe, recipe_schema
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+people = Console(stderr=True)
+
+RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe in YAML.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Recipe keys to set, e.g. train.steps=20.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; the exit status."""
+    # Read by OpenMP and MindSpore when they are loaded, so before the first import of MindSpore. Spinning threads take
+    # the cores from each other; MindSpore's warnings on loading its own compile cache are not about the user's run.
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    os.environ.setdefault("GLOG_v", "3")
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments
+    logging.basicConfig(
+        level=logging.DEBUG if debug else logging.INFO,
+        format="%(message)s",
+        handlers=[RichHandler(console=people, show_path=False, rich_tracebacks=False)],
+    )
+    logging.getLogger().setLevel(logging.WARNING)
+    logging.getLogger("ms_varlen").setLevel(logging.DEBUG if debug else logging.INFO)
+    try:
+        app(args=[a for a in arguments if a != "--debug"], prog_name="ms-varlen")
+    except SystemExit as end:
+        return int(end.code or 0)
+    except VarlenError as error:
+        if debug:
+            raise
+        people.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return 1
+    return 0
+
+
+@app.command("train")
+def train_command(recipe: RecipeArgument, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Train a recipe, going on where its last run stopped, and write the report."""
+    loaded = load_recipe(recipe, overrides or [])
+    from ms_varlen.diagnose.report import write_report
+    from ms_varlen.train.run import train
+
+    with _progress() as bars:
+        store, steps = _store_bar(bars), _StepBar(bars, loaded.train.steps)
+        summary = train(loaded, steps, store)
+    summary["report"] = str(write_report(Path(summary["run_folder"])))
+    if as_json:
+        print(json.dumps(summary, allow_nan=False))
+        return
+    _print_table(
+        "trained",
+        {
+            "mode": loaded.mode,
+            "steps": summary["step"],
+            "loss": _rounded(summary["loss"]),
+            "evaluation loss": _rounded(summary.get("eval_loss")),
+            "graphs compiled": summary["graphs_compiled"],
+            "run folder": summary["run_folder"],
+            "report": summary["report"],
+        },
+    )
+
+
+@app.command("plan")
+def plan_command(recipe: RecipeArgument, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Show what a recipe would run: steps, sizes, graphs, padding, lengths, ledger. Needs no MindSpore."""
+    loaded = load_recipe(recipe, overrides or [])
+    from ms_varlen.train.workload import describe_plan, prepare
+
+    with _progress() as bars:
+        plan = describe_plan(prepare(loaded, _store_bar(bars)))
+    if as_json:
+        print(json.dumps(plan, allow_nan=False))
+        return
+    for part in ("shapes", "lengths", "ledger"):
+        _print_table(part, {key: value for key, value in plan.pop(part).items() if not isinstance(value, dict)})
+    _print_table("plan of the first epoch", plan)
+
+
+@app.command("align")
+def align_command(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 100,
+    tolerance: Annotated[
+        float | None, typer.Option(help="Largest difference of the loss; default 2e-5 in fp32, 1e-3 in bf16.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="HTML page to write; default align.html in output_dir.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare the recipe's mode with dense padded attention, step by step; exit status 1 when they differ."""
+    loaded = load_recipe(recipe, overrides or [])
+    from ms_varlen.diagnose.align import align
+    from ms_varlen.diagnose.report import write_align_report
+
+    with _progress() as bars:
+        store, bar = _store_bar(bars), bars.add_task("aligning", total=steps)
+        result = align(
+            loaded,
+            steps,
+            lambda step, loss, padded: bars.update(
+                bar, completed=step, description=f"loss {loss:.4f}, difference {abs(loss - padded):.1e}"
+            ),
+            tolerance,
+            store,
+        )
+    path = write_align_report(result, report or loaded.checkpoint.output_dir / "align.html")
+    result["report"] = str(path)
+    if as_json:
+        print(json.dumps(_finite(result), allow_nan=False))
+    else:
+        shown = {key: value for key, value in result.items() if not isinstance(value, list)}
+        _print_table("aligned" if result["passed"] else "NOT aligned", shown)
+    raise typer.Exit(0 if result["passed"] else 1)
+
+
+@app.command("schema")
+def schema_command() -> None:
+    """Print the JSON schema of a recipe, for editors."""
+    print(json.dumps(recipe_schema(), indent=2))
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Progress]:
+    """Progress bars on stderr; none where it is no terminal."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=people, disable=not people.is_terminal) as bars:
+        yield bars
+
+
+def _store_bar(bars: Progress) -> Callable[[float, int], None]:
+    """A bar that appears when a token store is built."""
+    tasks: list[Any] = []
+
+    def tell(done: float, documents: int) -> None:
+        if not tasks:
+            tasks.append(bars.add_task("reading", total=100))
+        bars.update(tasks[0], completed=round(100 * done), description=f"{documents} documents read, %")
+
+    return tell
+
+
+class _StepBar:
+    """A bar over the steps; where there is no terminal, a line now and then."""
+
+    def __init__(self, bars: Progress, steps: int):
+        self._bars, self._steps = bars, steps
+        self._task = bars.add_task("training", total=steps)
+
+    def __call__(self, metrics: dict[str, Any]) -> None:
+        step, loss = metrics["step"], metrics["loss"]
+        text = f"loss {_rounded(loss)}, {metrics['tokens_real'] / metrics['step_ms']:.1f}k real tokens/s"
+        self._bars.update(self._task, completed=step, description=text)
+        if not people.is_terminal and (step % max(self._steps // 20, 1) == 0 or "eval_loss" in metrics):
+            evaluated = f", evaluation loss {metrics['eval_loss']:.4f}" if "eval_loss" in metrics else ""
+            logging.getLogger("ms_varlen").info("step %d of %d, %s%s", step, self._steps, text, evaluated)
+
+
+def _rounded(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _finite(value: Any) -> Any:
+    """NaN and infinities as null, which is all that JSON has for them."""
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and value - value != 0 else value
+
+
+def _print_table(title: str, rows: dict[str, Any]) -> None:
+    table = Table(title=title, title_justify="left", show_header=False, title_style="bold")
+    for key, value in rows.items():
+        table.add_row(key, f"{value:.6g}" if isinstance(value, float) else str(value))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

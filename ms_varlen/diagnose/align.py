@@ -1,0 +1,172 @@
+"""Alignment: the recipe's mode against dense padded attention, on the same samples, weights and seed.
+
+The padded side shares nothing with `varlen_attention`: rows of one sample, a causal and length mask, plain operators.
+It lays out the very steps of the recipe's plan, in as many micro-batches of `DENSE_ROWS` rows as they need. A wrong
+length, mask, position or label shows as a difference of the loss; the bound in fp32 is far below the 1e-3 that users ask
+for, since a tight bound is what finds a wrong length.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ms_varlen.data.dataset import MicroBatches
+from ms_varlen.data.layouts import IGNORE_INDEX, Layout
+from ms_varlen.data.store import Progress
+from ms_varlen.graph.shapes import TokenShapes, round_up
+from ms_varlen.lengths import SeqLens
+from ms_varlen.ops.dense_attention import declared_dense_columns, dense_attention, dense_columns
+from ms_varlen.train.device import ASCEND, set_up_device
+from ms_varlen.train.graphs import AttentionPath, TrainingGraphs, compile_graphs
+from ms_varlen.train.loop import ids_hash
+from ms_varlen.train.recipe import Recipe
+from ms_varlen.train.schedule import learning_rate
+from ms_varlen.train.workload import Workload, prepare
+
+DENSE_ROWS = 8
+"""Rows of a micro-batch on the padded side."""
+
+LOSS_TOLERANCE = {"CPU": 2e-5, ASCEND: 1e-3}
+"""Largest difference of the loss by device: fp32 on a CPU, bf16 products on an NPU."""
+
+GRADIENT_TOLERANCE = {"CPU": 1e-5, ASCEND: 2e-2}
+"""Largest relative difference of the first step's gradients, by device."""
+
+
+def align(
+    recipe: Recipe,
+    steps: int,
+    on_step: Callable[[int, float, float], None],
+    tolerance: float | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Train both sides for `steps` optimizer steps and compare them.
+
+    Args:
+        recipe: a valid recipe; its mode is compared with dense padded attention.
+        steps: optimizer steps to run.
+        on_step: told the step and both losses.
+        tolerance: largest difference of the loss; by default that of `LOSS_TOLERANCE`.
+        progress: told how far the token store is, where one is built.
+    Returns:
+        losses by step, `max_abs_diff`, `gradient_max_rel_diff`, `first_failed_step`, `passed` and the tolerances.
+    """
+    begin = time.perf_counter()
+    workload = prepare(recipe, progress)
+    target = set_up_device(recipe.device, recipe.graph)
+    sides = (Side(workload, target, None), Side(*dense_side(workload, target)))
+    compile_graphs(recipe.graph, *(side.graphs for side in sides))
+    limit = LOSS_TOLERANCE[target] if tolerance is None else tolerance
+    losses: list[tuple[float, float]] = []
+    gradient_diff, worst_parameter, hashes = 0.0, "", []
+    for step, (state, plan) in enumerate(workload.plan_steps(workload.plans.start(), steps), start=1):
+        parts = [plan.micro_batch(state.step, m) for m in range(recipe.batch.micro_batches)]
+        ids = plan.step_ids(state.step)
+        supervised = [sides[0].accumulate(parts), sides[1].accumulate(_rows(ids))]
+        if step == 1:
+            gradient_diff, worst_parameter = gradient_difference(*(side.graphs.gradients() for side in sides))
+        rate = learning_rate(recipe.train, step)
+        losses.append((sides[0].apply(rate, supervised[0]), sides[1].apply(rate, supervised[1])))
+        hashes.append(ids_hash(ids))
+        on_step(step, *losses[-1])
+    return {
+        "recipe": recipe.checkpoint.output_dir.name,
+        "mode": recipe.mode,
+        "steps": steps,
+        **compare_losses(losses, limit),
+        "gradient_max_rel_diff": gradient_diff,
+        "gradient_worst_parameter": worst_parameter,
+        "gradient_tolerance": GRADIENT_TOLERANCE[target],
+        "sample_ids_sha256": hashes,
+        "seconds": round(time.perf_counter() - begin, 1),
+    } | {"passed": _passed(losses, limit, gradient_diff, GRADIENT_TOLERANCE[target])}
+
+
+def _passed(losses: list[tuple[float, float]], limit: float, gradient_diff: float, gradient_limit: float) -> bool:
+    return compare_losses(losses, limit)["first_failed_step"] is None and gradient_diff <= gradient_limit
+
+
+def compare_losses(losses: list[tuple[float, float]], limit: float) -> dict[str, Any]:
+    """Both curves, their largest difference, and the first step beyond the limit (a NaN is beyond it)."""
+    loss, loss_padded = np.array(losses).T
+    differences = np.abs(loss - loss_padded)
+    failed = np.flatnonzero(~(differences <= limit))
+    return {
+        "loss": loss.tolist(),
+        "loss_padded": loss_padded.tolist(),
+        "max_abs_diff": float(differences.max()),
+        "tolerance": limit,
+        "first_failed_step": int(failed[0]) + 1 if failed.size else None,
+    }
+
+
+def gradient_difference(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> tuple[float, str]:
+    """The largest relative difference of a parameter's gradient, and that parameter's name.
+
+    A parameter's difference is held against its own norm, or a thousandth of the whole gradient's where that is larger:
+    some gradients are zero but for rounding (a key bias moves no softmax).
+    """
+    norms = {name: float(np.linalg.norm(gradient)) for name, gradient in expected.items()}
+    floor = 1e-3 * float(np.linalg.norm(list(norms.values())))
+    differences = {
+        name: float(np.linalg.norm(found[name] - gradient)) / max(norms[name], floor)
+        for name, gradient in expected.items()
+    }
+    worst = max(differences, key=lambda name: np.inf if np.isnan(differences[name]) else differences[name])
+    return differences[worst], worst
+
+
+@dataclasses.dataclass
+class Side:
+    """One of the two trainings."""
+
+    workload: Workload
+    target: str
+    attention: AttentionPath | None
+
+    def __post_init__(self):
+        store = self.workload.store
+        self.graphs = TrainingGraphs(self.workload, self.target, self.attention)
+        self._batches = MicroBatches(store.train, self.workload.layout, store.pad_id, self.graphs.attention.columns)
+        self._loss_sum = 0.0
+
+    def accumulate(self, parts: list[np.ndarray]) -> int:
+        """Add the gradient of micro-batches of sample ids; the number of supervised tokens."""
+        supervised = 0
+        self._loss_sum = 0.0
+        for ids in parts:
+            columns = self._batches.columns(ids)
+            self._loss_sum += float(self.graphs.accumulate(columns).asnumpy())
+            supervised += int((columns["labels"] != IGNORE_INDEX).sum())
+        return supervised
+
+    def apply(self, rate: float, supervised: int) -> float:
+        """Apply the step; its loss per supervised token."""
+        self.graphs.apply(rate, supervised, self._loss_sum)
+        return self._loss_sum / supervised
+
+
+def dense_side(workload: Workload, target: str) -> tuple[Workload, str, AttentionPath]:
+    """The workload laid out as dense padded rows."""
+    recipe = workload.recipe
+    divisor = recipe.shapes.divisor
+    longest = round_up(recipe.model.seq_length, divisor)
+    # At least two sizes, since a range must be open.
+    shapes = TokenShapes(
+        "range", DENSE_ROWS * divisor, DENSE_ROWS * max(longest, 2 * divisor), DENSE_ROWS * divisor, DENSE_ROWS
+    )
+    layout = Layout("padded", shapes, longest, rows=DENSE_ROWS, row_divisor=divisor)
+    path = AttentionPath(dense_attention, _row_mask, declared_dense_columns(), "dense")
+    return dataclasses.replace(workload, shapes=shapes, layout=layout), target, path
+
+
+def _row_mask(lens: SeqLens) -> dict[str, np.ndarray]:
+    rows = lens.segment_lens.size
+    return dense_columns(lens.seq_lens, rows, lens.tokens // rows)
+
+
+def _rows(ids: np.ndarray) -> list[np.ndarray]:
+    return [ids[start : start + DENSE_ROWS] for start in range(0, ids.size, DENSE_ROWS)]

@@ -1,0 +1,155 @@
+"""The CPU bodies of the operators: C++ kernels (`csrc/`) as MindSpore operators with their gradients, fp32.
+
+    load_kernels()                                            # once, before a graph is traced; compiles on first use
+    out_TND = kernel_varlen_attention(q_TND, k_TND, v_TND, (ends,))   # then anywhere: any Cell, graph mode or PyNative
+
+Each function has the signature of the operator that it is a body of, and the same bits whatever the number of threads.
+Set `GOMP_SPINCOUNT=0` before the process starts: waiting OpenMP threads otherwise take the processors from MindSpore's.
+Axes: `T` tokens, `N` heads, `n` KV heads, `D` head size, `G` segments, `H` hidden size, `V` vocabulary.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, ops
+from mindspore.ops import CustomRegOp, DataType
+
+from ms_varlen.ops.kernel_build import kernel_library
+
+F32, I32 = DataType.F32_Default, DataType.I32_Default
+
+# Filled by `load_kernels`: a graph reads a global when it is traced, and it needs the operators themselves there.
+_attention: Any = None
+_rms_norm: Any = None
+_rotary: Any = None
+_swiglu: Any = None
+_linear_cross_entropy: Any = None
+
+
+def load_kernels() -> bool:
+    """Make the kernels ready to be called; builds the library if it has to be.
+
+    Returns:
+        False when there is no library (`kernel_library` has said why): then the functions here must not be called.
+    """
+    global _attention, _rms_norm, _rotary, _swiglu, _linear_cross_entropy
+    library = kernel_library()
+    if library is None:
+        return False
+    if _attention is None:
+        _attention = _attention_operator(library)
+        _rms_norm = _rms_norm_operator(library)
+        _rotary = _rotary_operator(library)
+        _swiglu = _swiglu_operator(library)
+        _linear_cross_entropy = _linear_cross_entropy_operator(library)
+    return True
+
+
+def kernel_varlen_attention(q_TND: Tensor, k_TND: Tensor, v_TND: Tensor, lengths: tuple[Tensor, ...]) -> Tensor:
+    """Attention that is causal inside each segment and sees nothing of the others.
+
+    Args:
+        q_TND: [T, N, D] fp32; k_TND, v_TND: [T, n, D] fp32, n divides N.
+        lengths: ([G] int32,), running ends; the last one is T, and it may repeat.
+    Returns:
+        [T, N, D] fp32.
+    Raises:
+        RuntimeError: ends that decrease or do not reach T (from MindSpore, when the operator runs).
+    """
+    return _attention(q_TND, k_TND, v_TND, lengths[0])[0]
+
+
+def kernel_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x` [..., D] fp32 divided by the root mean square of its last axis, times `weight` [D] fp32."""
+    return _rms_norm(x, weight, Tensor([eps], ms.float32))[0]
+
+
+def kernel_rotary(x_TND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x_TND` [T, N, D] fp32 turned by [T, D/2] angles: component i pairs with i + D/2; no gradient for the angles."""
+    return _rotary(x_TND, cos, sin)
+
+
+def kernel_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up`, fp32 of one shape."""
+    return _swiglu(gate, up)
+
+
+def kernel_linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Sum over supervised tokens of -log softmax(hidden @ weight.T)[label].
+
+    Both gradients are computed along with the loss, so that a call takes the time of three matrix products even where
+    only the loss is used; logits of 384 tokens exist at a time, and none of unsupervised ones.
+
+    Args:
+        hidden: [T, H] fp32; weight: [V, H] fp32; labels: [T] int32, each in [0, V) or -100.
+    Returns:
+        () fp32; 0 when no token is supervised.
+    Raises:
+        RuntimeError: a label outside [0, V) that is not -100 (from MindSpore, when the operator runs).
+    """
+    # Not [] from C++: MindSpore's graph mode takes such an output for a Python number.
+    return _linear_cross_entropy(hidden, weight, labels)[0].reshape(())
+
+
+def _operator(library: Path, name: str, inputs: list, outputs: list, bprop: Callable | None = None) -> ops.Custom:
+    """The C++ function `name` as an operator; its shapes come from the C++ function `name`InferShape beside it."""
+    info = CustomRegOp(name)
+    for i in range(len(inputs)):
+        info = info.input(i, f"in{i}")
+    for i in range(len(outputs)):
+        info = info.output(i, f"out{i}")
+    info = info.dtype_format(*inputs, *outputs).target("CPU").get_op_info()
+    types = tuple(ms.float32 for _ in outputs)
+
+    def infer_dtype(*_):
+        return types if len(types) > 1 else types[0]
+
+    return ops.Custom(f"{library}:{name}", None, infer_dtype, func_type="aot", bprop=bprop, reg_info=info)
+
+
+def _attention_operator(library: Path) -> ops.Custom:
+    backward = _operator(library, "AttentionBackward", [F32, F32, F32, I32, F32, F32, F32], [F32, F32, F32])
+
+    def bprop(q, k, v, ends, out, dout):
+        d_q, d_k, d_v = backward(q, k, v, ends, out[0], out[1], dout[0])
+        return d_q, d_k, d_v, ops.zeros_like(ends)
+
+    return _operator(library, "AttentionForward", [F32, F32, F32, I32], [F32, F32], bprop)
+
+
+def _rms_norm_operator(library: Path) -> ops.Custom:
+    backward = _operator(library, "RmsNormBackward", [F32, F32, F32, F32], [F32, F32])
+
+    def bprop(x, weight, eps, out, dout):
+        d_x, d_weight = backward(x, weight, out[1], dout[0])
+        return d_x, d_weight, ops.zeros_like(eps)
+
+    return _operator(library, "RmsNormForward", [F32, F32, F32], [F32, F32], bprop)
+
+
+def _rotary_operator(library: Path) -> ops.Custom:
+    backward = _operator(library, "RotaryBackward", [F32, F32, F32], [F32])
+
+    def bprop(x, cos, sin, out, dout):
+        return backward(dout, cos, sin), ops.zeros_like(cos), ops.zeros_like(sin)
+
+    return _operator(library, "RotaryForward", [F32, F32, F32], [F32], bprop)
+
+
+def _swiglu_operator(library: Path) -> ops.Custom:
+    backward = _operator(library, "SwigluBackward", [F32, F32, F32], [F32, F32])
+
+    def bprop(gate, up, out, dout):
+        d_gate, d_up = backward(gate, up, dout)
+        return d_gate, d_up
+
+    return _operator(library, "SwigluForward", [F32, F32], [F32], bprop)
+
+
+def _linear_cross_entropy_operator(library: Path) -> ops.Custom:
+    def bprop(hidden, weight, labels, out, dout):
+        return out[1] * dout[0], out[2] * dout[0], ops.zeros_like(labels)
+
+    return _operator(library, "LinearCrossEntropy", [F32, F32, I32], [F32, F32, F32], bprop)
