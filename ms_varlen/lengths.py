@@ -65,6 +65,41 @@ def check_lengths(seq_lens: Sequence[int] | np.ndarray, maximum: int, name: str 
     return lengths
 
 
+def check_ends(ends: np.ndarray, tokens: int, longest: int | None = None) -> None:
+    """Refuse running segment ends that do not cover T.
+
+    Args:
+        ends: [G] ints (host), running ends of the attention segments, those of padding included.
+        tokens: T.
+        longest: the longest segment allowed, in tokens; by default any.
+    Raises:
+        LengthsError: not integers on one axis, not increasing from above 0, a segment too long, or a last end other
+            than T.
+    """
+    ends = np.asarray(ends)
+    if ends.ndim != 1 or ends.size == 0 or ends.dtype.kind not in "iu":
+        raise LengthsError(f"actual_seq_qlen must be integers on one axis, got {ends.dtype} of shape {ends.shape}")
+    segments = np.diff(ends.astype(np.int64), prepend=0)
+    bad = np.flatnonzero((segments < 1) | (segments > (tokens if longest is None else longest)))
+    if bad.size:
+        i = int(bad[0])
+        before = int(ends[i - 1]) if i else 0
+        if segments[i] < 1:
+            raise LengthsError(
+                f"actual_seq_qlen[{i}] must be above the end before it ({before}), got {int(ends[i])}; "
+                "it takes running ends without a leading 0, not plain lengths"
+            )
+        raise LengthsError(
+            f"actual_seq_qlen[{i}] must end a segment of at most {longest or tokens} tokens, got {int(segments[i])}; "
+            "split the segment, a padded tail too"
+        )
+    if ends[-1] != tokens:
+        raise LengthsError(
+            f"actual_seq_qlen[-1] must equal the number of tokens ({tokens}), got {int(ends[-1])}; "
+            "give a padded tail a segment of its own"
+        )
+
+
 def _tail(tokens: int, longest: int) -> np.ndarray:
     """[G] int32, lengths of the segments that `tokens` of padding form, none above `longest`."""
     whole, rest = divmod(tokens, longest)

@@ -17,7 +17,7 @@ from ms_varlen.ops import body
 from ms_varlen.ops.attention import (
     attention_columns,
     attention_inputs,
-    check_ends,
+    check_segments,
     declared_columns,
     varlen_attention,
 )
@@ -258,11 +258,11 @@ def test_two_documents_are_block_diagonal():  # P06
 )
 def test_wrong_ends_are_refused_on_the_host(ends, tokens, message):
     with pytest.raises(LengthsError, match=message):
-        check_ends(np.array(ends), tokens)
+        check_segments(np.array(ends), tokens)
 
 
 def test_right_ends_pass_up_to_1024_segments():
-    check_ends(np.arange(1, 1025, dtype=np.int32), 1024)
+    check_segments(np.arange(1, 1025, dtype=np.int32), 1024)
     with pytest.raises(LengthsError, match="at most 1024 segments"):
         attention_columns(SeqLens.packed([1] * 1025, seq_length=8), "ascend")
 

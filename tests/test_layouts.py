@@ -109,7 +109,7 @@ def test_projected_columns_are_refused_by_name():  # K05
         ),  # P12
         ("seq_lens", [3], r"one entry per sample \(2\)"),
         ("actual_seq_qlen", [3, 5], r"actual_seq_qlen\[-1\] must equal the number of tokens \(8\), got 5"),  # P10
-        ("actual_seq_qlen", [3, 3, 8], r"actual_seq_qlen\[1\] must end a segment of 1 to 8 .*got 0"),
+        ("actual_seq_qlen", [3, 3, 8], r"actual_seq_qlen\[1\] must be above the end before it \(3\), got 3"),
         ("actual_seq_qlen", [2, 5, 8], r"start of sample\[1\] must be 3 .*got 5"),
         ("input_ids", [8, 9, 5, 6, 7, 0, 0, 0], r"first id of sample\[0\] must be 5 .*got 8; 2 of 2 differ"),
         ("labels", [6, 7, 8, 9, -100, -100, -100, -100], r"last label of sample\[0\] must be -100"),

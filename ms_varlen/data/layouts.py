@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from ms_varlen.errors import DataError, LengthsError
-from ms_varlen.lengths import SeqLens
+from ms_varlen.lengths import SeqLens, check_ends
 
 IGNORE_INDEX = -100
 """Label of a token without loss."""
@@ -164,31 +164,6 @@ def check_micro_batch(
         raise LengthsError(f"seq_lens must have one entry per sample ({lengths.size}), got shape {seq_lens.shape}")
     _refuse_first("seq_lens", seq_lens, lengths, "the sample's length in the store")
     _check_samples(columns, starts, edges)
-
-
-def check_ends(ends: np.ndarray, tokens: int, seq_length: int) -> None:
-    """Refuse running ends that do not cover T.
-
-    Args:
-        ends: [G] ints, running segment ends (host).
-        tokens: T.
-        seq_length: the longest segment allowed, in tokens.
-    Raises:
-        LengthsError: not increasing from above 0, a segment too long, or a last end other than T.
-    """
-    segments = np.diff(ends, prepend=0)
-    bad = np.flatnonzero((segments < 1) | (segments > seq_length))
-    if bad.size:
-        i = int(bad[0])
-        raise LengthsError(
-            f"actual_seq_qlen[{i}] must end a segment of 1 to {seq_length} tokens (seq_length), got "
-            f"{int(segments[i])}: ends must increase"
-        )
-    if ends[-1] != tokens:
-        raise LengthsError(
-            f"actual_seq_qlen[-1] must equal the number of tokens ({tokens}), got {int(ends[-1])}; give the padded "
-            "tail a segment of its own"
-        )
 
 
 def _check_samples(columns: Mapping[str, np.ndarray], starts: np.ndarray, edges: np.ndarray) -> None:

@@ -1,8 +1,8 @@
 """The pictures of the report pages, drawn without a display or global state of matplotlib.
 
 Every function takes plain arrays and returns a `Figure`; `svg_data` makes the text of an image out of one. A value that
-is not there (a skipped step) is NaN and shows as a gap. Equal input gives equal bytes. Lines of many steps become pixels:
-50,000 steps as paths were 9 MB.
+is not there (a skipped step) is NaN and shows as a gap. Equal input gives equal bytes. Lines of many steps become
+pixels: as paths, 50,000 steps made a page of 9 MB.
 """
 
 import base64
@@ -14,7 +14,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, StrMethodFormatter
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 BLUE, PALE_BLUE, ORANGE, RED, GREY = "#1b6ca8", "#a9cbe3", "#d9731a", "#b3261e", "#7a828c"
 SIZE = (6.4, 3.5)  # inches
@@ -83,7 +83,7 @@ def throughput_figure(steps: np.ndarray, tokens_per_second: np.ndarray, median: 
 
 @matplotlib.rc_context(STYLE)
 def padding_figure(steps: np.ndarray, real: np.ndarray, computed: np.ndarray, largest: int) -> Figure:
-    """Padding by step: the ratio above, the tokens it comes from below.
+    """Padding by step: the ratio above; below, the tokens it comes from, as running means.
 
     Args:
         steps: [n] step numbers.
@@ -100,10 +100,12 @@ def padding_figure(steps: np.ndarray, real: np.ndarray, computed: np.ndarray, la
     _noisy_line(ratio_axes, steps, ratio, "pad ratio")
     ratio_axes.set_ylim(0, min(100.0, max(1.0, float(ratio.max()) * 1.25)))
     ratio_axes.set_ylabel("pad ratio (%)")
+    window = _window(steps)
+    real, computed = running_mean(real, window), running_mean(computed, window)
     token_axes.axhline(largest, color=GREY, linestyle="--", label=f"largest size {largest:,}")
-    token_axes.fill_between(steps, real, computed, step="mid", color=ORANGE, alpha=0.35, linewidth=0, label="padding")
-    token_axes.plot(steps, computed, color=ORANGE, drawstyle="steps-mid", linewidth=1, label="computed")
-    _line_with_lone_points(token_axes, steps, real, color=BLUE, drawstyle="steps-mid", linewidth=1, label="real")
+    token_axes.fill_between(steps, real, computed, color=ORANGE, alpha=0.35, linewidth=0, label="padding")
+    _line_with_lone_points(token_axes, steps, computed, color=ORANGE, linewidth=1, label="computed")
+    _line_with_lone_points(token_axes, steps, real, color=BLUE, linewidth=1, label="real")
     token_axes.set_ylim(0, max(largest, int(computed.max())) * 1.45)
     token_axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     token_axes.set_ylabel("tokens per step")
@@ -168,8 +170,8 @@ def difference_figure(steps: np.ndarray, difference: np.ndarray, tolerance: floa
     A log axis has no place for 0: equal values are drawn as triangles on its lower edge.
     """
     figure, axes = _step_axes(steps)
-    positive = difference[difference > 0]
-    floor = min(float(positive.min(initial=tolerance)), tolerance) / 10
+    positive = difference[(difference > 0) & np.isfinite(difference)]
+    floor = float(positive.min(initial=tolerance / 100)) / 3
     _line_with_lone_points(
         axes, steps, np.where(difference > 0, difference, np.nan), color=BLUE, label="|difference|", linewidth=1.1
     )
@@ -180,7 +182,7 @@ def difference_figure(steps: np.ndarray, difference: np.ndarray, tolerance: floa
     if failed_step is not None:
         axes.axvline(failed_step, ymax=0.77, color=RED, linewidth=0.9, label=f"first failed step {failed_step}")
     axes.set_yscale("log")
-    highest = max(float(positive.max(initial=tolerance)), tolerance)
+    highest = float(positive.max(initial=tolerance))
     axes.set_ylim(floor, highest * (highest / floor) ** 0.3)  # room for the legend
     axes.set_ylabel("|difference| (nats per token)")
     axes.legend(loc="upper right", ncols=2)
@@ -208,21 +210,26 @@ def _step_axes(steps: np.ndarray) -> tuple[Figure, Axes]:
 
 def _set_step_axis(axes: Axes, steps: np.ndarray) -> None:
     axes.set_xlim(float(steps[0]) - 0.5, float(steps[-1]) + 0.5)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.set_xlabel("step")
     if steps.size > MOST_VECTOR_STEPS:
         axes.set_rasterization_zorder(2.1)  # lines and areas; axes and text lie above
 
 
+def _window(steps: np.ndarray) -> int:
+    """Steps of a running mean: odd, 1 for a short run."""
+    return steps.size // 40 | 1
+
+
 def _noisy_line(axes: Axes, steps: np.ndarray, values: np.ndarray, label: str) -> None:
     """A series as it is, and its running mean on top where there are steps enough for one."""
-    window = steps.size // 40 | 1
+    window = _window(steps)
     if window == 1:
         _line_with_lone_points(axes, steps, values, color=BLUE, label=label)
         return
     _line_with_lone_points(axes, steps, values, color=PALE_BLUE, linewidth=0.9, label=label)
-    axes.plot(steps, running_mean(values, window), color=BLUE, linewidth=1.7, label=f"mean of {window} steps")
+    axes.plot(steps, running_mean(values, window), color=BLUE, linewidth=1.7, label=f"mean of {window:,} steps")
 
 
 def _line_with_lone_points(axes: Axes, steps: np.ndarray, values: np.ndarray, markersize: int = 4, **style) -> None:

@@ -97,9 +97,9 @@ def write_align_report(result: Mapping[str, Any], path: Path) -> Path:
     """Write the page of an alignment: the losses of two modes on the same samples, and how far they are apart.
 
     Args:
-        result: `recipe`, `mode`, `steps`, `loss_padded` and `loss` (one per step, nats per token, None where not
-            finite), `max_abs_diff`, `tolerance`, `first_failed_step` (or None), `gradient_max_rel_diff`,
-            `gradient_tolerance`, `passed`, `seconds`.
+        result: `recipe`, `mode`, `steps`, `loss_padded` and `loss` (one per step, nats per token; NaN, infinite or None
+            where it was not finite), `max_abs_diff`, `tolerance`, `first_failed_step` (or None),
+            `gradient_max_rel_diff`, `gradient_worst_parameter`, `gradient_tolerance`, `passed`, `seconds`.
         path: the page to write; missing folders are made.
     Returns:
         `path`.
@@ -190,7 +190,7 @@ def _run_figures(metrics: list[dict], plan: dict) -> list[tuple[str, str, str]]:
     first = metrics[_left_out(metrics)]["step"]
     figures = [
         ("Loss", "Mean over the supervised tokens of a step.", svg_data(loss)),
-        ("Speed", f"Padding not counted; the median is that of step {first} on.", svg_data(speed)),
+        ("Speed", f"Padding not counted; the median covers step {first} onwards.", svg_data(speed)),
         ("Padding", "What a step computed, and how much of it was samples.", svg_data(padding)),
     ]
     lengths = plan["lengths"]

@@ -7,7 +7,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 from ms_varlen.errors import RecipeError
 
-
 _STAND_IN = {"architecture": "llama", "hidden_size": 64, "num_attention_heads": 1}
 """For a field that was refused already, so that what derives from it adds no second fault."""
 

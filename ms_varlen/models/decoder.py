@@ -106,7 +106,8 @@ class DecoderLayer(nn.Cell):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def construct(self, x: Tensor, cos: Tensor, sin: Tensor, lengths: tuple) -> Tensor:
+    def construct(self, x: Tensor, cos: Tensor, sin: Tensor, *lengths: Tensor) -> Tensor:
+        # One by one: PyNative refuses to recompute a cell that is given a tuple of tensors.
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, lengths)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -139,7 +140,7 @@ class DecoderStack(nn.Cell):
         cos = ops.cast(ops.gather(self.cos, position_ids, 0), self.compute_dtype)
         sin = ops.cast(ops.gather(self.sin, position_ids, 0), self.compute_dtype)
         for layer in self.layers:
-            x = layer(x, cos, sin, lengths)
+            x = layer(x, cos, sin, *lengths)
         return self.norm(x)
 
 

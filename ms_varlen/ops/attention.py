@@ -13,7 +13,7 @@ import numpy as np
 from mindspore import Tensor
 
 from ms_varlen.errors import LengthsError, RecipeError
-from ms_varlen.lengths import SeqLens
+from ms_varlen.lengths import SeqLens, check_ends
 from ms_varlen.ops.ascend_attention import MAX_SEGMENTS, ascend_attention, ascend_faults
 from ms_varlen.ops.body import body_in_use
 from ms_varlen.ops.reference_attention import declared_pair_columns, pair_columns, reference_attention
@@ -36,36 +36,21 @@ def varlen_attention(q_TND, k_TND, v_TND, lengths):
     return reference_attention(q_TND, k_TND, v_TND, lengths)
 
 
-def check_ends(ends, tokens: int) -> None:
-    """Refuse running ends that do not describe `tokens` tokens.
+def check_segments(ends: np.ndarray, tokens: int) -> None:
+    """Refuse running ends that an attention call cannot take.
 
     Args:
         ends: [G] ints (host), the running ends of the attention segments, padding's included.
         tokens: size of T in the batch that they came with.
     Raises:
-        LengthsError: not integers on one axis, not increasing, last != T, or more segments than FlashAttentionScore
-            takes. The limit holds for every body: a recipe that runs on a CPU runs on an NPU.
+        LengthsError: they do not cover T, or are more than FlashAttentionScore takes. The limit holds for every body: a
+            recipe that runs on a CPU runs on an NPU.
     """
-    ends = np.asarray(ends)
-    if ends.ndim != 1 or ends.size == 0 or ends.dtype.kind not in "iu":
-        raise LengthsError(f"actual_seq_qlen must be integers on one axis, got {ends.dtype} of shape {ends.shape}")
-    if ends.size > MAX_SEGMENTS:
+    check_ends(ends, tokens)
+    if len(ends) > MAX_SEGMENTS:
         raise LengthsError(
-            f"actual_seq_qlen must have at most {MAX_SEGMENTS} segments (padding's included), got {ends.size}; "
+            f"actual_seq_qlen must have at most {MAX_SEGMENTS} segments (padding's included), got {len(ends)}; "
             "lower batch.max_segments"
-        )
-    flat = np.flatnonzero(np.diff(ends, prepend=ends.dtype.type(0)) <= 0)
-    if flat.size:
-        i = int(flat[0])
-        before = int(ends[i - 1]) if i else 0
-        raise LengthsError(
-            f"actual_seq_qlen[{i}] must be above the end before it ({before}), got {ends[i]}; "
-            "it takes running ends without a leading 0, not plain lengths"
-        )
-    if ends[-1] != tokens:
-        raise LengthsError(
-            f"actual_seq_qlen[-1] must equal the number of tokens ({tokens}), got {ends[-1]}; "
-            "give a padded tail a segment of its own"
         )
 
 
@@ -107,7 +92,7 @@ def attention_columns(lens: SeqLens, body: str) -> dict[str, np.ndarray]:
     Raises:
         LengthsError: more segments than a call takes.
     """
-    check_ends(lens.actual_seq_qlen, lens.tokens)
+    check_segments(lens.actual_seq_qlen, lens.tokens)
     columns = {"actual_seq_qlen": lens.actual_seq_qlen}
     if body == "reference":
         columns |= pair_columns(lens)

@@ -17,7 +17,9 @@ class TrainConfig(BaseModel):
     min_lr_ratio: float = Field(
         default=0.1, ge=0, le=1, description="last learning rate as a share of the peak, 0 to 1"
     )
-    warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up from 0, fewer than train.steps")
+    warmup_steps: int = Field(
+        default=0, ge=0, description="steps of linear warm-up from 0; a run of fewer steps ends within it"
+    )
     schedule: Literal["cosine", "linear", "constant"] = Field(
         default="cosine", description="course of the learning rate after warm-up"
     )

@@ -170,13 +170,6 @@ def _shortest_fits(min_tokens: int, seq_length: int) -> Iterator[Fault]:
         )
 
 
-def _warmup_ends(warmup_steps: int, steps: int) -> Iterator[Fault]:
-    if warmup_steps >= steps:
-        yield Fault(
-            "train.warmup_steps", f"must be < train.steps ({steps}), got {warmup_steps}; lower it or train for longer"
-        )
-
-
 def _evaluation_has_documents(eval_every: int | None, eval_fraction: float) -> Iterator[Fault]:
     if eval_every is not None and eval_fraction == 0:
         yield Fault(
@@ -276,7 +269,6 @@ RULES: tuple[tuple[Callable[..., Iterator[Fault]], tuple[str, ...]], ...] = (
     (_lengths_followed, ("mode", "model.variable_seq_lengths")),
     (_rows_divide, ("mode", "model.seq_length", "shapes.divisor")),
     (_heads_fit_ascend, ("device.target", "model.config")),
-    (_warmup_ends, ("train.warmup_steps", "train.steps")),
     (_evaluation_has_documents, ("train.eval_every", "data.eval_fraction")),
     (_graphs_fit, ("graph.mode", "graph.max_graphs", "train.eval_every")),
     (_cache_is_no_file, ("graph.compile_cache",)),
