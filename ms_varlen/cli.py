@@ -101,8 +101,12 @@ def plan_command(recipe: RecipeArgument, overrides: Overrides = None, as_json: J
     if as_json:
         print(json.dumps(plan, allow_nan=False))
         return
-    for part in ("shapes", "lengths", "ledger"):
-        _print_table(part, {key: value for key, value in plan.pop(part).items() if not isinstance(value, dict)})
+    lengths = {key: value for key, value in plan.pop("lengths").items() if key != "histogram"}
+    ledger = plan.pop("ledger")
+    _print_table("lengths of the training samples, tokens", lengths)
+    _print_table("documents and tokens in cleaning", plan.pop("cleaning"))
+    for unit in ledger:
+        _print_table(f"an epoch's {unit}", ledger[unit])
     _print_table("plan of the first epoch", plan)
 
 

@@ -10,6 +10,7 @@ import yaml
 from ms_varlen import CheckpointError
 from ms_varlen.diagnose.figures import running_mean
 from ms_varlen.diagnose.report import write_align_report, write_report
+from ms_varlen.planning.ledger import EpochLedger
 from ms_varlen.planning.statistics import length_histogram, length_statistics
 
 
@@ -67,14 +68,8 @@ def plan(lengths):
         "lengths": {**length_statistics(lengths), "histogram": length_histogram(lengths)},
         "parameters": 3_541_248,
         "ledger": {
-            "documents_in": 10_312,
-            "documents_kept": 10_250,
-            "samples_kept": int(lengths.size),
-            "tokens_in": 2_350_001,
-            "tokens_kept": 2_349_000,
-            "tokens_cut": 931,
-            "tokens_held_out": 47_000,
-            "tokens_left_over": 3_322,
+            "tokens": EpochLedger(2_350_001, 2_300_000, 0, 0, 2_070, 47_000, 931, 0).to_dict(),
+            "samples": EpochLedger(10_411, 10_201, 0, 0, 0, 210, 0, 0).to_dict(),
         },
         "store": "/home/me/.cache/ms_varlen/token_stores/0123",
         "data_fingerprint": "5f0a" * 8,
@@ -184,11 +179,9 @@ def test_more_graphs_than_planned_stand_out(tmp_path, no_pictures):
 
 def test_ledger_and_plan_tables_show_every_count(tmp_path, no_pictures):
     run_plan = plan(some_lengths())
-    run_plan["ledger"]["tokens_eaten"] = 17
     text = Page(page_of(tmp_path, run_lines(2), run_plan)).text
-    assert "read for training 10,312 – 2,350,001" in text
-    assert "kept for training 10,250 10,411 2,349,000" in text
-    assert "held out for evaluation – – 47,000 eaten – – 17" in text
+    assert "everything the source gave 10,411 2,350,001 trained in an epoch 10,201 2,300,000" in text
+    assert "held out for evaluation 210 47,000 cut off overlong documents 0 931" in text
     assert "shapes.max 4,096 largest size of a micro-batch, tokens" in text
 
 

@@ -50,8 +50,8 @@ class MicroBatches:
         Raises:
             LengthsError: the micro-batch does not match the store.
         """
-        lengths = np.asarray(self._table.lengths[ids])
         tokens = self._table.gather(ids)
+        lengths = np.asarray(self._table.lengths[ids])
         ends = np.cumsum(lengths)
         edges = tokens[[ends - lengths, ends - 1]]
         lens = self._layout.place(lengths)

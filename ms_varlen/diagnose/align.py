@@ -2,8 +2,8 @@
 
 The padded side shares nothing with `varlen_attention`: rows of one sample, a causal and length mask, plain operators.
 It lays out the very steps of the recipe's plan, in as many micro-batches of `DENSE_ROWS` rows as they need. A wrong
-length, mask, position or label shows as a difference of the loss; the bound in fp32 is far below the 1e-3 that users ask
-for, since a tight bound is what finds a wrong length.
+length, mask, position or label shows as a difference of the loss. In fp32 the bound is far below the 1e-3 that users
+ask for, since a tight bound is what finds a wrong length.
 """
 
 import dataclasses

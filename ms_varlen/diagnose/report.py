@@ -28,14 +28,14 @@ FIRST_STEPS = 5
 """Steps at a run's beginning, slowed by compiling, that the median speed leaves out."""
 
 LEDGER_ROWS = {
-    "in": "read for training",
-    "empty": "removed: empty",
-    "short": "removed: too short",
-    "overlong": "removed: overlong",
-    "cut": "cut off overlong documents",
-    "kept": "kept for training",
-    "left_over": "of these, left over at an epoch's end",
+    "total": "everything the source gave",
+    "trained": "trained in an epoch",
+    "skipped": "skipped, not finite",
+    "pending": "not reached",
+    "left_over": "left over at the epoch's end",
     "held_out": "held out for evaluation",
+    "cut": "cut off overlong documents",
+    "dropped": "dropped by cleaning",
 }
 PLAN_NOTES = {
     "shapes.kind": "how sizes are told to the graph",
@@ -209,15 +209,12 @@ def _total(name: str, lines: list[dict]) -> dict:
     return {"name": name, "steps": len(lines)} | {k: sum(line[key] for line in lines) for k, key in keys.items()}
 
 
-def _ledger(counts: Mapping[str, int]) -> list[dict]:
-    """Rows of the ledger table from counts named <unit>_<place>; None where a unit has no such count."""
-    units = ("documents", "samples", "tokens")
-    places = dict.fromkeys([*LEDGER_ROWS, *(key.partition("_")[2] for key in counts)])
-    rows = [
-        {"name": LEDGER_ROWS.get(place, place), **{unit: counts.get(f"{unit}_{place}") for unit in units}}
-        for place in places
+def _ledger(ledger: Mapping[str, Mapping[str, int]]) -> list[dict]:
+    """Rows of the table of an epoch's ledger; its parts add up to the total."""
+    return [
+        {"name": name, **{unit: ledger[unit][part] for unit in ("samples", "tokens")}}
+        for part, name in LEDGER_ROWS.items()
     ]
-    return [row for row in rows if any(row[unit] is not None for unit in units)]
 
 
 def _plan_rows(plan: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, str]]:

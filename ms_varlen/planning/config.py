@@ -44,3 +44,10 @@ class BatchConfig(BaseModel):
         description="most attention segments per micro-batch, those of the padded tail included; 1024 is the limit of "
         "the Ascend operator",
     )
+
+    @property
+    def size(self) -> int:
+        """What sizes a micro-batch: its rows, or its token budget."""
+        size = self.token_budget if self.rows is None else self.rows
+        assert size is not None, "the rules of a recipe see to it"
+        return size

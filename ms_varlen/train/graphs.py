@@ -11,7 +11,7 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor
+from mindspore import Parameter, Tensor, nn
 
 import ms_varlen
 from ms_varlen.checkpoint.store import APPLIED_STEPS
@@ -113,17 +113,21 @@ class TrainingGraphs:
     def _declare(self) -> CompileWatch:
         """Tell each cell its sizes and predict its graphs."""
         graph, expected = self._workload.recipe.graph, predicted_graphs(self._workload)
-        roles = {"train": self.accumulate_cell, "apply": self.apply_cell, "eval": self.evaluate_cell}
-        cells = {role: roles[role] for role in expected}
+        roles: dict[str, nn.Cell] = {
+            "train": self.accumulate_cell,
+            "apply": self.apply_cell,
+            "eval": self.evaluate_cell,
+        }
+        self._cells = {role: roles[role] for role in expected}
         if graph.mode == "graph":
-            for role in cells.keys() - {"apply"}:
+            for role in self._cells.keys() - {"apply"}:
                 tokens = declared_inputs(self._workload.shapes, dict.fromkeys(TOKEN_COLUMNS, "T"))
-                cells[role].set_inputs(*tokens, *self.attention.declared.values())
-        return CompileWatch(cells, expected, graph.max_graphs)
+                self._cells[role].set_inputs(*tokens, *self.attention.declared.values())
+        return CompileWatch(self._cells, expected, graph.max_graphs)
 
     def compile(self) -> None:
         """Compile every graph, in a fixed order; `compile_graphs` puts the compile cache around it."""
-        for role, cell in self._watch.cells.items():
+        for role, cell in self._cells.items():
             if role == "apply":
                 cell.compile(*_scalars(0.0, 1.0, 0.0, 0.0))
             else:
@@ -143,7 +147,7 @@ class TrainingGraphs:
             "jit_level": resolved["graph"]["jit_level"],
             "device": resolved["device"],
             "attention": self.attention.name,
-            "roles": list(self._watch.cells),
+            "roles": list(self._cells),
         }
 
     def _made_up_micro_batch(self, tokens: int) -> Columns:

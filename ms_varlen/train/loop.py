@@ -16,11 +16,10 @@ from typing import Any, TextIO
 import numpy as np
 
 from ms_varlen.checkpoint.run_dir import Run
-from ms_varlen.checkpoint.store import save_checkpoint
+from ms_varlen.checkpoint.store import Checkpoint, save_checkpoint
 from ms_varlen.data.dataset import Columns, MicroBatches, MicroBatchLoader
 from ms_varlen.data.layouts import IGNORE_INDEX
 from ms_varlen.planning.epoch_plan import EpochPlan, PlanState
-from ms_varlen.planning.ledger import EpochLedger
 from ms_varlen.train.graphs import TrainingGraphs
 from ms_varlen.train.schedule import learning_rate
 from ms_varlen.train.workload import Workload
@@ -55,13 +54,13 @@ class TrainingLoop:
         self._eval_batches = MicroBatches(store.eval, workload.layout, store.pad_id, graphs.attention.columns)
         self._step, self._state, self._skipped = 0, workload.plans.start(), Skipped()
         if run.checkpoint is not None:
-            self._load(run.checkpoint.state)
+            self._load(run.checkpoint)
+            run.checkpoint = None  # its arrays are in the graphs now
 
-    def _load(self, saved: dict[str, Any]) -> None:
-        checkpoint = self._run.checkpoint
+    def _load(self, checkpoint: Checkpoint) -> None:
         self._graphs.load(checkpoint.model, checkpoint.optimizer)
-        self._run.checkpoint = None  # its arrays are in the graphs now
-        self._step = saved["step"]
+        saved = checkpoint.state
+        self._step = checkpoint.step
         self._state = PlanState.from_dict(saved["plan"], self._workload.plans.fingerprint)
         self._skipped = Skipped(**saved["skipped"])
 
@@ -91,7 +90,7 @@ class TrainingLoop:
                 self._on_step(metrics)
                 if self._due(self._recipe.checkpoint.every):
                     self._save()
-        return {**metrics, "ledger": {k: v.to_dict() for k, v in self.ledger().items()}}
+        return {**metrics, "ledger": self.ledger()}
 
     def _due(self, every: int | None) -> bool:
         return self._step == self._recipe.train.steps or (every is not None and self._step % every == 0)
@@ -172,7 +171,7 @@ class TrainingLoop:
                 "plan": self._state.to_dict(),
                 "skipped": dataclasses.asdict(self._skipped),
                 "seed": recipe.train.seed,
-                "ledger": {unit: ledger.to_dict() for unit, ledger in self.ledger().items()},
+                "ledger": self.ledger(),
             },
             manifest={
                 "mode": recipe.mode,
@@ -186,35 +185,10 @@ class TrainingLoop:
             keep=recipe.checkpoint.keep,
         )
 
-    def ledger(self) -> dict[str, EpochLedger]:
+    def ledger(self) -> dict[str, dict[str, Any]]:
         """Where the tokens and the samples of the epoch in progress went, by unit."""
-        store, plan = self._workload.store, self._workload.plans.epoch(self._state.epoch)
-        lengths = np.asarray(store.train.lengths)
-        reached = plan.trained_ids(self._state.step)
-        whole = store.ledgers["train"] + store.ledgers["eval"]
-        tokens_reached = int(lengths[reached].sum(dtype=np.int64))
-        tokens_left_over = int(lengths[plan.left_over].sum(dtype=np.int64))
-        tokens = EpochLedger(
-            total=whole.tokens_in,
-            trained=tokens_reached - self._skipped.tokens,
-            skipped=self._skipped.tokens,
-            pending=store.train.total_tokens - tokens_reached - tokens_left_over,
-            left_over=tokens_left_over,
-            held_out=store.eval.total_tokens,
-            cut=whole.tokens_cut,
-            dropped=whole.tokens_dropped,
-        )
-        samples = EpochLedger(
-            total=len(store.train) + len(store.eval),
-            trained=int(reached.size) - self._skipped.samples,
-            skipped=self._skipped.samples,
-            pending=len(store.train) - int(reached.size) - int(plan.left_over.size),
-            left_over=int(plan.left_over.size),
-            held_out=len(store.eval),
-            cut=0,
-            dropped=0,
-        )
-        return {"tokens": tokens, "samples": samples}
+        parts = self._workload.ledger(self._state.epoch, self._state.step, self._skipped.tokens, self._skipped.samples)
+        return {unit: ledger.to_dict() for unit, ledger in parts.items()}
 
 
 @dataclasses.dataclass

@@ -10,6 +10,8 @@ from ms_varlen.data.store import Progress, TokenStore, prepare_store
 from ms_varlen.graph.shapes import TokenShapes
 from ms_varlen.models.config import DecoderConfig
 from ms_varlen.planning.epoch_plan import EpochPlan, EpochPlans, PlanSettings, PlanState
+from ms_varlen.planning.ledger import EpochLedger
+from ms_varlen.planning.statistics import length_histogram, length_statistics
 from ms_varlen.train.recipe import Recipe
 
 
@@ -52,6 +54,37 @@ class Workload:
             for step in range(self.eval_plan.num_steps):
                 yield self.eval_plan.micro_batch(step, 0)
 
+    def ledger(
+        self, epoch: int, steps: int, skipped_tokens: int = 0, skipped_samples: int = 0
+    ) -> dict[str, EpochLedger]:
+        """Where the tokens and the samples of an epoch are after `steps` of its steps, by unit."""
+        store, plan = self.store, self.plans.epoch(epoch)
+        lengths = np.asarray(store.train.lengths)
+        reached, left_over = plan.trained_ids(steps), plan.left_over
+        reached_tokens, left_over_tokens = (int(lengths[ids].sum(dtype=np.int64)) for ids in (reached, left_over))
+        cleaning = store.ledgers["train"] + store.ledgers["eval"]
+        tokens = EpochLedger(
+            total=cleaning.tokens_in,
+            trained=reached_tokens - skipped_tokens,
+            skipped=skipped_tokens,
+            pending=store.train.total_tokens - reached_tokens - left_over_tokens,
+            left_over=left_over_tokens,
+            held_out=store.eval.total_tokens,
+            cut=cleaning.tokens_cut,
+            dropped=cleaning.tokens_dropped,
+        )
+        samples = EpochLedger(
+            total=len(store.train) + len(store.eval),
+            trained=reached.size - skipped_samples,
+            skipped=skipped_samples,
+            pending=len(store.train) - reached.size - left_over.size,
+            left_over=left_over.size,
+            held_out=len(store.eval),
+            cut=0,
+            dropped=0,
+        )
+        return {"tokens": tokens, "samples": samples}
+
 
 def prepare(recipe: Recipe, progress: Progress | None = None) -> Workload:
     """Open or build the token store of a recipe and plan on it.
@@ -83,7 +116,7 @@ def plan_settings(recipe: Recipe, shapes: TokenShapes) -> PlanSettings:
     padded = recipe.mode == "padded"
     return PlanSettings(
         policy="rows" if padded else "token_budget",
-        size=batch.rows if padded else batch.token_budget,
+        size=batch.size,
         max_segments=batch.max_segments - (0 if padded else shapes.tail_segments(recipe.model.seq_length)),
         micro_batches=batch.micro_batches,
         seed=recipe.train.seed,
@@ -99,7 +132,7 @@ def recipe_layout(recipe: Recipe, shapes: TokenShapes) -> Layout:
         "padded",
         shapes,
         recipe.model.seq_length,
-        rows=recipe.batch.rows,
+        rows=recipe.batch.size,
         row_divisor=recipe.shapes.divisor if to_batch else None,
     )
 
@@ -125,7 +158,6 @@ def describe_plan(workload: Workload) -> dict:
     lengths = np.asarray(train.lengths)[plan.order[: offsets[-1]]]
     computed = workload.layout.computed_tokens(lengths, offsets)
     real = int(lengths.sum(dtype=np.int64))
-    eval_tokens = workload.store.eval.total_tokens
     return {
         "mode": recipe.mode,
         "shapes": dataclasses.asdict(workload.shapes),
@@ -142,29 +174,14 @@ def describe_plan(workload: Workload) -> dict:
         "padding_overhead": int(computed.sum()) / real - 1,
         "sizes": int(np.unique(computed).size),
         "max_segments_used": int(np.diff(offsets).max()),
-        "lengths": length_statistics(np.asarray(train.lengths)),
-        "parameters": workload.model_config.parameter_count(),
-        "ledger": {
-            **dataclasses.asdict(workload.store.ledgers["train"]),
-            "tokens_held_out": eval_tokens,
-            "samples_left_over": int(plan.left_over.size),
-            "tokens_left_over": int(np.asarray(train.lengths)[plan.left_over].sum(dtype=np.int64)),
+        "lengths": {
+            **length_statistics(np.asarray(train.lengths)),
+            "histogram": length_histogram(np.asarray(train.lengths)),
         },
+        "parameters": workload.model_config.parameter_count(),
+        "cleaning": dataclasses.asdict(workload.store.ledgers["train"] + workload.store.ledgers["eval"]),
+        "ledger": {unit: part.to_dict() for unit, part in workload.ledger(epoch=0, steps=steps).items()},
         "store": str(workload.store.folder),
         "data_fingerprint": workload.store.fingerprint,
         "plan_fingerprint": workload.plans.fingerprint,
-    }
-
-
-def length_statistics(lengths: np.ndarray) -> dict:
-    """Count, median, P90, P99, maximum, mean and sum of [n] lengths, in tokens."""
-    p50, p90, p99 = np.percentile(lengths, [50, 90, 99])
-    return {
-        "samples": int(lengths.size),
-        "p50": float(p50),
-        "p90": float(p90),
-        "p99": float(p99),
-        "max": int(lengths.max()),
-        "mean": float(lengths.mean(dtype=np.float64)),
-        "tokens": int(lengths.sum(dtype=np.int64)),
     }

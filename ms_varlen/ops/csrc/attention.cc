@@ -104,6 +104,7 @@ void mask_column(float* column, int first_query, int keys, float fill) {
 // factor for what was summed before are kept a query.
 void softmax_step(float* s, float scale, int keys, int queries, bool diagonal, bool first, float* running_max,
                   float* running_sum, float* rescale) {
+  const float to_exponent = scale * kLog2E;
   for (int c = 0; c < queries; c += kLanes) {
     float* column = s + c;
     if (diagonal) mask_column(column, c, keys, -std::numeric_limits<float>::infinity());
@@ -113,12 +114,12 @@ void softmax_step(float* s, float scale, int keys, int queries, bool diagonal, b
     for (int key = 0; key < last; ++key) most = vmax(load(column + key * kBlock), most);
     Vec sum{};
     for (int key = 0; key < last; ++key) {
-      const Vec p = vexp((load(column + key * kBlock) - most) * scale);
+      const Vec p = vexp2((load(column + key * kBlock) - most) * to_exponent);
       store(column + key * kBlock, p);
       sum += p;
     }
     if (diagonal) mask_column(column, c, keys, 0.f);
-    const Vec factor = first ? Vec{} : vexp((before - most) * scale);
+    const Vec factor = first ? Vec{} : vexp2((before - most) * to_exponent);
     store(running_max + c, most);
     store(running_sum + c, first ? sum : load(running_sum + c) * factor + sum);
     store(rescale + c, factor);
@@ -172,11 +173,12 @@ struct BackwardTensors {
 
 // p = exp(scale s - lse) over the products s, d_score = p (d_p - delta) over d_p.
 void softmax_gradient(float* s, float* d_p, float scale, int keys, int queries, bool diagonal, const float* lse, const float* delta) {
+  const float to_exponent = scale * kLog2E;
   for (int c = 0; c < queries; c += kLanes) {
-    const Vec log_sum = load(lse + c), shift = load(delta + c);
+    const Vec log_sum = load(lse + c) * kLog2E, shift = load(delta + c);
     const int last = diagonal ? std::min(keys, c + kLanes) : keys;
     for (int key = 0; key < last; ++key) {
-      const Vec p = vexp(load(s + key * kBlock + c) * scale - log_sum);
+      const Vec p = vexp2(load(s + key * kBlock + c) * to_exponent - log_sum);
       store(s + key * kBlock + c, p);
       store(d_p + key * kBlock + c, p * (load(d_p + key * kBlock + c) - shift));
     }

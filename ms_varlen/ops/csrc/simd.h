@@ -45,6 +45,11 @@ inline float dot(const float* a, const float* b, int count) {
   return s;
 }
 
+constexpr float kLog2E = 1.44269504088896341f;
+// 2^x on [-1/2, 1/2], least relative error; exact at 0, so that the largest score of a row weighs 1.
+constexpr float kExp2[] = {1.f,           0.693147182f,   0.240226462f,  0.0555032864f,
+                           0.00961848907f, 0.00133999309f, 0.00015345811f};
+
 // a0 b0 a1 b1 ... from the lower (half 0) or upper (half 1) halves of a and b.
 template <int Half, size_t... I>
 inline Vec interleave(Vec a, Vec b, std::index_sequence<I...>) {
@@ -71,24 +76,23 @@ inline void transpose(const float* src, ptrdiff_t ld, float* dst, ptrdiff_t dst_
   for (int i = 0; i < kLanes; ++i) store(dst + i * dst_ld, rows[i]);
 }
 
-// exp to 2 units in the last place; NaN stays NaN (a comparison with NaN is false, so the clamps let it through).
-// Source: Cephes expf, range reduction by ln 2 in two parts and a polynomial of degree 5 on [-ln2/2, ln2/2].
-inline Vec vexp(Vec x) {
-  x = x < splat(-87.3f) ? splat(-87.3f) : x;
-  x = x > splat(88.7f) ? splat(88.7f) : x;
+// 2 to the power x for x <= 127, to 2 units in the last place; 2^-126 below that; NaN stays NaN (a comparison with NaN
+// is false, so the clamp lets it through). On [-1/2, 1/2] a polynomial of degree 6.
+inline Vec vexp2(Vec x) {
+  x = x < splat(-126.f) ? splat(-126.f) : x;
   const Vec shift = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer, kept in the low bits
-  const Vec shifted = x * 1.44269504088896341f + shift;
-  const Vec n = shifted - shift;
-  const Vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  Vec p = splat(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.f;
+  const Vec shifted = x + shift;
+  const Vec r = x - (shifted - shift);
+  Vec p = splat(kExp2[6]);
+  for (int i = 5; i >= 0; --i) p = p * r + kExp2[i];
   const IntVec exponent = ((IntVec)shifted - 0x4B400000 + 127) << 23;
   return p * (Vec)exponent;
+}
+
+// e to the power x; its relative error grows with |x|, which takes no harm where it is added to 1 or to other terms.
+inline Vec vexp(Vec x) {
+  x = x > splat(88.f) ? splat(88.f) : x;
+  return vexp2(x * kLog2E);
 }
 
 }  // namespace ms_varlen
