@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,6 +42,8 @@ def main(argv: list[str] | None = None) -> int:
     # the cores from each other; MindSpore's warnings on loading its own compile cache are not about the user's run.
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     os.environ.setdefault("GLOG_v", "3")
+    # MindSpore takes SIGINT over while graphs run, and turns it into a SIGTERM.
+    signal.signal(signal.SIGTERM, _interrupt)
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     logging.basicConfig(
@@ -54,12 +57,17 @@ def main(argv: list[str] | None = None) -> int:
         app(args=[a for a in arguments if a != "--debug"], prog_name="ms-varlen")
     except SystemExit as end:
         return int(end.code or 0)
-    except VarlenError as error:
+    except (VarlenError, OSError) as error:
         if debug:
             raise
         people.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
     return 0
+
+
+def _interrupt(*_: object) -> None:
+    """End as Ctrl-C does, with status 130: locks are released, half-made files removed."""
+    raise KeyboardInterrupt
 
 
 @app.command("train")
@@ -191,7 +199,7 @@ class _StepBar:
         text = f"loss {_rounded(loss)}, {metrics['tokens_real'] / metrics['step_ms']:.1f}k real tokens/s"
         self._bars.update(self._task, completed=step, description=text)
         if not people.is_terminal and (step % max(self._steps // 20, 1) == 0 or "eval_loss" in metrics):
-            evaluated = f", evaluation loss {metrics['eval_loss']:.4f}" if "eval_loss" in metrics else ""
+            evaluated = f", evaluation loss {_rounded(metrics['eval_loss'])}" if "eval_loss" in metrics else ""
             logging.getLogger("ms_varlen").info("step %d of %d, %s%s", step, self._steps, text, evaluated)
 
 

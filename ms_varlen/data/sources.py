@@ -1,4 +1,4 @@
-"""Streams of documents: the standard library's docstrings, or JSON lines.
+"""Streams of documents: the standard library's docstrings, JSON lines, or made-up text of lognormal lengths.
 
 A source is iterated as often as needed, in the same order each time, and holds one document at a time. Its
 `fingerprint` is a hash of every byte that it reads, not of times or sizes: a store is never reused for text that
@@ -18,11 +18,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from ms_varlen.data.config import PYDOC
+import numpy as np
+
+from ms_varlen.data.config import PYDOC, LognormalLengths, is_lognormal
 from ms_varlen.errors import DataError
 
 # Third-party code, and folders whose docstrings are test data rather than prose.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+NORMAL_P99 = 2.3263478740408408
+"""What a standard normal number exceeds once in a hundred times."""
+
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -193,6 +198,41 @@ def _text_of(line: bytes, where: str) -> str:
     return text
 
 
+class LognormalSource:
+    """Random lower-case words; the bytes of a document and its end-of-text are as many as a lognormal number says.
+
+    The same settings give the same texts. For measuring, not for learning: 20,000 documents take 0.3 s.
+    """
+
+    def __init__(self, lengths: LognormalLengths):
+        self.lengths = lengths
+        self.name = "lognormal"
+        self.skipped: collections.Counter[str] = collections.Counter()
+
+    def fingerprint(self) -> str:
+        """Hash of the settings, and of NumPy's version, whose generators may change."""
+        text = json.dumps([dataclasses.asdict(self.lengths), np.__version__], sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def __iter__(self) -> Iterator[Document]:
+        settings = self.lengths
+        sigma = np.log(settings.p99 / settings.median) / NORMAL_P99
+        random = np.random.default_rng(settings.seed)
+        drawn = random.lognormal(np.log(settings.median), sigma, settings.samples)
+        for number, tokens in enumerate(np.maximum(np.rint(drawn), 2).astype(np.int64), 1):
+            yield Document(_words(random, int(tokens) - 1), f"document {number}", number / settings.samples)
+
+
+def _words(random: np.random.Generator, size: int) -> str:
+    """`size` letters and spaces, words of 2 to 9 letters; it neither begins nor ends with a space."""
+    letters = random.integers(ord("a"), ord("z") + 1, size, np.uint8)
+    spaces = np.cumsum(random.integers(3, 11, size // 3)) - 1
+    letters[spaces[spaces < size - 1]] = ord(" ")
+    return letters.tobytes().decode()
+
+
 def open_source(source: str) -> Source:
-    """The source that `data.source` names: `pydoc` or the path of a .jsonl file."""
+    """The source that `data.source` names: `pydoc`, the path of a .jsonl file, or `lognormal(...)`."""
+    if is_lognormal(source):
+        return LognormalSource(LognormalLengths.parse(source))
     return PydocSource() if source == PYDOC else JsonLinesSource(Path(source).expanduser())

@@ -126,7 +126,7 @@ def _progress(metrics: list[dict], recipe: str) -> str:
 def _headline(metrics: list[dict], plan: dict) -> list[dict]:
     """The numbers on top of a run's page: `name`, `value`, `note`, and `bad` where one asks for attention."""
     applied = [line for line in metrics if line["loss"] is not None]
-    evaluated = [line for line in metrics if "eval_loss" in line]
+    evaluated = [line for line in metrics if line.get("eval_loss") is not None]
     skipped = sum(bool(line.get("skipped")) for line in metrics)
     real, computed = (sum(line[key] for line in metrics) for key in ("tokens_real", "tokens_computed"))
     waiting = sum(line["data_ms"] for line in metrics) / sum(line["step_ms"] for line in metrics)
@@ -176,7 +176,7 @@ def _speed(metrics: list[dict]) -> np.ndarray:
 def _run_figures(metrics: list[dict], plan: dict) -> list[tuple[str, str, str]]:
     """Heading, explanation and image of every picture of a run."""
     steps = _column(metrics, "step")
-    evaluated = [line for line in metrics if "eval_loss" in line]
+    evaluated = [line for line in metrics if line.get("eval_loss") is not None]
     loss = loss_figure(
         steps,
         _column(metrics, "loss"),

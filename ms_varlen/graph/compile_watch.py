@@ -1,4 +1,7 @@
-"""Counts compiled graphs, so that none is compiled unnoticed. Imports no MindSpore; a count costs a `len`."""
+"""Counts compiled graphs: none is compiled unnoticed, and a storm of them stops. Imports no MindSpore.
+
+A count costs a `len`.
+"""
 
 import logging
 from collections.abc import Mapping
@@ -39,6 +42,7 @@ class CompileWatch:
             )
         self.cells = dict(cells)
         self.expected = dict(expected)
+        self.max_graphs = max_graphs
         self._seen = self.counts()
 
     def counts(self) -> dict[str, int]:
@@ -52,13 +56,26 @@ class CompileWatch:
             shape: what was just compiled or run, e.g. ``T=4096``.
         Returns:
             The counts, by role.
+        Raises:
+            ShapesError: more graphs than `max_graphs` were compiled.
         """
         counts = self.counts()
         for role, count in counts.items():
             for number in range(self._seen[role] + 1, count + 1):
                 self._seen[role] = number
                 self._report(role, number, shape)
+        self._stop_a_storm(counts, shape)
         return counts
+
+    def _stop_a_storm(self, counts: Mapping[str, int], shape: str) -> None:
+        compiled = sum(counts.values())
+        if compiled > self.max_graphs:
+            roles = ", ".join(f"{role} {count}" for role, count in counts.items())
+            raise ShapesError(
+                f"the number of compiled graphs must be <= graph.max_graphs ({self.max_graphs}), got {compiled} "
+                f"({roles}; {self.predicted} were predicted), the last for {shape}; use shapes.kind=range, one graph "
+                "for all sizes, or a larger shapes.divisor; raise graph.max_graphs if each of these sizes is meant"
+            )
 
     def _report(self, role: str, number: int, shape: str) -> None:
         if number <= self.expected[role]:

@@ -16,6 +16,7 @@ from ms_varlen.errors import LengthsError, RecipeError
 from ms_varlen.lengths import SeqLens, check_ends
 from ms_varlen.ops.ascend_attention import MAX_SEGMENTS, ascend_attention, ascend_faults
 from ms_varlen.ops.body import body_in_use
+from ms_varlen.ops.kernels import kernel_varlen_attention
 from ms_varlen.ops.reference_attention import declared_pair_columns, pair_columns, reference_attention
 
 
@@ -33,6 +34,8 @@ def varlen_attention(q_TND, k_TND, v_TND, lengths):
     body = body_in_use()
     if body == "ascend":
         return ascend_attention(q_TND, k_TND, v_TND, lengths)
+    if body == "kernel":
+        return kernel_varlen_attention(q_TND, k_TND, v_TND, lengths)
     return reference_attention(q_TND, k_TND, v_TND, lengths)
 
 

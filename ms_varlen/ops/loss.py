@@ -3,6 +3,9 @@
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
+from ms_varlen.ops.body import body_in_use
+from ms_varlen.ops.kernels import kernel_linear_cross_entropy
+
 IGNORED_LABEL = -100
 
 _logits = ops.MatMul(transpose_b=True)  # [T, H], [V, H] -> [T, V]
@@ -44,4 +47,11 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
     Returns:
         () fp32, the sum (not the mean); 0 when no token is supervised. The softmax is computed in fp32.
     """
+    if body_in_use() == "kernel":
+        return kernel_linear_cross_entropy(hidden, weight, labels)
+    return reference_linear_cross_entropy(hidden, weight, labels)
+
+
+def reference_linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """The plain body of `linear_cross_entropy`; Ascend's too, for MindSpore has no operator that fuses the product."""
     return _linear_cross_entropy(hidden, ops.cast(weight, hidden.dtype), labels)[0]

@@ -3,6 +3,10 @@
 import mindspore as ms
 from mindspore import Tensor, ops
 
+from ms_varlen.ops.ascend_fused import ascend_rms_norm
+from ms_varlen.ops.body import body_in_use
+from ms_varlen.ops.kernels import kernel_rms_norm
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x` divided by the root mean square of its last axis, times `weight`.
@@ -15,6 +19,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         [..., D], dtype of `x`.
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", section 4.
     """
+    body = body_in_use()
+    if body == "ascend":
+        return ascend_rms_norm(x, weight, eps)
+    if body == "kernel":
+        return kernel_rms_norm(x, weight, eps)
+    return reference_rms_norm(x, weight, eps)
+
+
+def reference_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The plain body of `rms_norm`."""
     wide = ops.cast(x, ms.float32)
     scale = ops.rsqrt(ops.mean(wide * wide, -1, True) + eps)
     return ops.cast(wide * scale * ops.cast(weight, ms.float32), x.dtype)

@@ -2,6 +2,10 @@
 
 from mindspore import Tensor, ops
 
+from ms_varlen.ops.ascend_fused import ascend_rotary
+from ms_varlen.ops.body import body_in_use
+from ms_varlen.ops.kernels import kernel_rotary
+
 
 def rotary(x_TND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Queries or keys turned by the angles of their positions.
@@ -17,6 +21,16 @@ def rotary(x_TND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         [T, N, D], dtype of `x_TND`.
     Source: Su et al. 2021, "RoFormer", section 3.4.2; `apply_rotary_pos_emb` of transformers 4.57.
     """
+    body = body_in_use()
+    if body == "ascend":
+        return ascend_rotary(x_TND, cos, sin)
+    if body == "kernel":
+        return kernel_rotary(x_TND, cos, sin)
+    return reference_rotary(x_TND, cos, sin)
+
+
+def reference_rotary(x_TND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The plain body of `rotary`."""
     cos_T1D = ops.expand_dims(ops.cast(cos, x_TND.dtype), 1)
     sin_T1D = ops.expand_dims(ops.cast(sin, x_TND.dtype), 1)
     low, high = ops.split(x_TND, x_TND.shape[-1] // 2, -1)

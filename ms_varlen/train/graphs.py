@@ -26,6 +26,7 @@ from ms_varlen.lengths import SeqLens
 from ms_varlen.models.decoder import Attend, CausalLM, CausalLMLoss
 from ms_varlen.ops.attention import attention_columns, check_attention_limits, declared_columns, varlen_attention
 from ms_varlen.ops.body import body_in_use
+from ms_varlen.ops.kernel_build import kernel_library
 from ms_varlen.train.device import ASCEND
 from ms_varlen.train.step import AccumulateGradients, ApplyGradients, EvaluateLoss, clear
 from ms_varlen.train.workload import Workload, predicted_graphs
@@ -224,7 +225,9 @@ def compile_graphs(graph: GraphConfig, *sets: TrainingGraphs) -> CacheUse | None
     if graph.mode != "graph":
         return None
     begin = time.perf_counter()
-    with compile_cache(graph.compile_cache, fingerprint({"sets": [graphs.parts() for graphs in sets]})) as use:
+    library = kernel_library() if body_in_use() == "kernel" else None
+    name = fingerprint({"sets": [graphs.parts() for graphs in sets]}, library)
+    with compile_cache(graph.compile_cache, name) as use:
         logger.info("compiling %d graphs; these first seconds are normal", sum(g.predicted for g in sets))
         for graphs in sets:
             graphs.compile()

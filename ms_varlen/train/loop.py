@@ -151,13 +151,13 @@ class TrainingLoop:
         )
         return {"skipped": True, "sample_ids": ids.tolist()}
 
-    def evaluate(self) -> float:
-        """Loss per supervised token over the held-out samples, in nats."""
+    def evaluate(self) -> float | None:
+        """Loss per supervised token over the held-out samples, in nats; None where it is not finite."""
         loss_sum, supervised = 0.0, 0
         for columns in MicroBatchLoader(self._eval_batches, self._workload.eval_schedule):
             loss_sum += float(self._graphs.evaluate(columns).asnumpy())
             supervised += int((columns["labels"] != IGNORE_INDEX).sum())
-        return loss_sum / max(supervised, 1)
+        return loss_sum / max(supervised, 1) if math.isfinite(loss_sum) else None
 
     def _save(self) -> None:
         recipe, workload = self._recipe, self._workload

@@ -1,0 +1,286 @@
+"""The samples of a step dealt to ranks and micro-batches so that all ranks finish together.
+
+A step waits for its slowest rank, and a rank's time is the sum over its micro-batches. So ranks are balanced, by cost,
+and micro-batches only have to hold what they may: the token budget and the cap of segments are hard, and none is empty.
+The longest processing time first (LPT) goes to the least loaded rank; then swaps with the most loaded one. What a step
+trains stays the same, so the loss and the gradient do too.
+
+Many steps are worked on at once: for steps of 105 samples, 17 us a step with 8 parts and 54 us with 64 (one core).
+On lognormal lengths (median 180, P99 2048), 8 ranks and 16 samples a rank the slowest rank is 0.13 % over the mean.
+
+Axis letters: `S` steps worked on together, `N` samples of the fullest step, `P` parts (micro-batches of all ranks),
+`R` ranks.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from ms_varlen.errors import DataError
+
+GOOD_ENOUGH = 0.002
+"""Swaps stop when the slowest rank is at most this much over the mean; more is lost in the noise of a step."""
+
+MAX_SWAPS = 32
+"""Most swaps per step; the median step needs 2."""
+
+CANDIDATES = 16
+"""Samples of the slowest rank that a swap chooses from; each is tried against every sample of the other ranks."""
+
+CHUNK_SAMPLES = 100_000
+"""Samples worked on together: enough that NumPy's overhead vanishes, few enough to stay in the cache."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepGrid:
+    """The parts of a step and what each may hold. Part p is micro-batch ``p % micro_batches`` of its rank.
+
+    Attributes:
+        world_size: number of ranks.
+        micro_batches: per step and rank.
+        token_budget: most tokens of a part.
+        max_segments: most samples of a part.
+    """
+
+    world_size: int
+    micro_batches: int
+    token_budget: int
+    max_segments: int
+
+    @property
+    def parts(self) -> int:
+        """P, micro-batches of a step over all ranks."""
+        return self.world_size * self.micro_batches
+
+
+def imbalance(costs: np.ndarray) -> np.ndarray:
+    """How much longer the slowest rank takes than the mean: max / mean - 1 over the last axis.
+
+    Args:
+        costs: [..., R] floats above 0, work per rank.
+    Returns:
+        [...] float64; 0 is balanced.
+    """
+    return costs.max(axis=-1) / costs.mean(axis=-1) - 1
+
+
+def rank_costs(costs: np.ndarray, order: np.ndarray, offsets: np.ndarray, grid: StepGrid) -> np.ndarray:
+    """The work of each rank in each whole step of a plan.
+
+    Args:
+        costs: [n] floats, work per sample, by id.
+        order: sample ids in the order of training.
+        offsets: [k+1] ints, where each micro-batch starts in `order`.
+    Returns:
+        [steps, R] float64.
+    """
+    whole = (offsets.size - 1) // grid.parts * grid.parts
+    if whole == 0:
+        return np.zeros((0, grid.world_size))
+    work = np.add.reduceat(costs[order[: offsets[whole]]].astype(np.float64), offsets[:whole])
+    return work.reshape(-1, grid.world_size, grid.micro_batches).sum(axis=2)
+
+
+def balance_step(lengths: np.ndarray, costs: np.ndarray, grid: StepGrid) -> np.ndarray:
+    """Deal the samples of one step.
+
+    Args:
+        lengths: [n] ints, tokens per sample.
+        costs: [n] floats above 0, work per sample.
+    Returns:
+        [n] int64, the part of each sample. No part is empty if there are as many samples as parts.
+    Raises:
+        DataError: the samples found no place within the token budget and the cap of segments.
+    """
+    steps = _Steps(lengths[None], costs[None], np.array([lengths.size]), grid)
+    parts = steps.longest_first()
+    if (parts < 0).any():
+        raise DataError(
+            f"the samples of a step must fit {grid.parts} micro-batches of {grid.token_budget} tokens and "
+            f"{grid.max_segments} segments, got {lengths.size} samples of {int(lengths.sum(dtype=np.int64))} tokens; "
+            "raise batch.token_budget or batch.micro_batches"
+        )
+    return steps.swap(parts)[0]
+
+
+def balance_plan(
+    lengths: np.ndarray, costs: np.ndarray, order: np.ndarray, offsets: np.ndarray, grid: StepGrid
+) -> tuple[np.ndarray, np.ndarray]:
+    """Deal the samples of every whole step of a plan anew; each step keeps its samples, and no step gets worse.
+
+    The micro-batches after the last whole step stay as they are.
+
+    Args:
+        lengths: [n] ints, tokens per sample, by id.
+        costs: [n] floats above 0, work per sample, by id.
+        order: sample ids in the order of training.
+        offsets: [k+1] ints, where each micro-batch starts in `order`; each holds to the limits of `grid`.
+    Returns:
+        order and offsets ([k+1] int64) of the balanced plan. Within a micro-batch samples keep their order.
+    """
+    order, offsets = order.copy(), offsets.astype(np.int64)
+    steps = (offsets.size - 1) // grid.parts
+    if grid.world_size == 1 or steps == 0:
+        return order, offsets
+    step_offsets = offsets[: steps * grid.parts + 1 : grid.parts].copy()
+    per_chunk = max(1, int(CHUNK_SAMPLES / np.diff(step_offsets).mean()))
+    for first in range(0, steps, per_chunk):
+        last = min(first + per_chunk, steps)
+        bounds = slice(first * grid.parts, last * grid.parts + 1)
+        ids = order[step_offsets[first] : step_offsets[last]]
+        counts, sizes = np.diff(step_offsets[first : last + 1]), np.diff(offsets[bounds])
+        parts = _balance_chunk(lengths[ids], costs[ids], counts, sizes, grid)
+        order[step_offsets[first] : step_offsets[last]] = ids[np.argsort(parts, kind="stable")]
+        filled = np.bincount(parts, minlength=sizes.size)
+        offsets[bounds.start + 1 : bounds.stop] = step_offsets[first] + np.cumsum(filled)
+    return order, offsets
+
+
+def balance_micro_batches(costs: np.ndarray, world_size: int, micro_batches: int) -> np.ndarray:
+    """Deal whole micro-batches to the ranks of their step, for plans whose micro-batches must stay as they are.
+
+    Args:
+        costs: [k] floats above 0, work per micro-batch; those after the last whole step stay where they are.
+    Returns:
+        [k] int64, the micro-batches in their new order: every step keeps its own, each rank `micro_batches` of them.
+    """
+    # To the planner a micro-batch is a sample of one token, and a rank a part that takes `micro_batches` of them.
+    grid = StepGrid(world_size, 1, micro_batches, micro_batches)
+    offsets = np.append(np.arange(0, costs.size, micro_batches), costs.size)
+    return balance_plan(np.ones(costs.size, np.int32), costs, np.arange(costs.size), offsets, grid)[0]
+
+
+def _balance_chunk(
+    lengths: np.ndarray, costs: np.ndarray, counts: np.ndarray, sizes: np.ndarray, grid: StepGrid
+) -> np.ndarray:
+    """Parts, numbered over all steps, of the samples of some steps.
+
+    Args:
+        lengths, costs: samples one after another, as they are grouped now.
+        counts: [S] samples per step.
+        sizes: [S*P] samples per part, as they are grouped now.
+    """
+    real = np.arange(counts.max()) < counts[:, None]
+    square_lengths, square_costs = (np.zeros(real.shape, values.dtype) for values in (lengths, costs))
+    square_lengths[real], square_costs[real] = lengths, costs
+    before = np.full(real.shape, -1)
+    before[real] = np.repeat(np.tile(np.arange(grid.parts), counts.size), sizes)
+    steps = _Steps(square_lengths, square_costs, counts, grid)
+    parts = steps.longest_first()
+    worse = ((parts < 0) & real).any(axis=1)
+    parts[worse] = before[worse]
+    worse = steps.loads(parts).max(axis=1) > steps.loads(before).max(axis=1)
+    parts[worse] = before[worse]
+    parts = steps.swap(parts)
+    return (parts + np.arange(counts.size)[:, None] * grid.parts)[real]
+
+
+class _Steps:
+    """The samples of S steps, in a rectangle whose rows are filled up with nothing.
+
+    Args:
+        lengths, costs: [S, N].
+        counts: [S], samples per step.
+        grid: what a part may hold.
+    """
+
+    def __init__(self, lengths: np.ndarray, costs: np.ndarray, counts: np.ndarray, grid: StepGrid):
+        self.lengths, self.costs = lengths.astype(np.int64), costs.astype(np.float64)
+        self.counts, self.grid = counts, grid
+
+    def _per_part(self, values: np.ndarray, parts: np.ndarray) -> np.ndarray:
+        """[S, P] sums of [S, N] values; part -1 counts nowhere."""
+        keys = parts + 1 + np.arange(parts.shape[0])[:, None] * (self.grid.parts + 1)
+        size = parts.shape[0] * (self.grid.parts + 1)
+        sums = np.bincount(keys.ravel(), values.ravel(), size).reshape(parts.shape[0], -1)
+        return sums[:, 1:]
+
+    def loads(self, parts: np.ndarray) -> np.ndarray:
+        """[S, R] work per rank."""
+        work = self._per_part(self.costs, parts)
+        return work.reshape(len(work), self.grid.world_size, -1).sum(axis=2)
+
+    def longest_first(self) -> np.ndarray:
+        """[S, N] parts: costly samples first, each to the least loaded rank that has room, -1 without room."""
+        grid, (steps, samples) = self.grid, self.costs.shape
+        rows = np.arange(steps)
+        by_cost = np.argsort(-self.costs, axis=1, kind="stable")
+        lengths = np.take_along_axis(self.lengths, by_cost, axis=1)
+        costs = np.take_along_axis(self.costs, by_cost, axis=1)
+        room = np.full((steps, grid.parts), grid.token_budget)
+        segments = np.zeros((steps, grid.parts), np.int64)
+        loads = np.zeros((steps, grid.world_size, grid.micro_batches))  # a rank's load, repeated for each of its parts
+        empty = np.full(steps, grid.parts)
+        parts = np.full((steps, samples), -1)
+        for j in range(samples):
+            free = room >= lengths[:, j, None]
+            scarce = np.flatnonzero(self.counts - j <= empty)
+            free[scarce] &= segments[scarce] == 0  # as many samples as empty parts are left: one each
+            part = np.where(free, loads.reshape(steps, -1), np.inf).argmin(axis=1)
+            placed = free[rows, part] & (j < self.counts)
+            s, p = rows[placed], part[placed]
+            parts[s, j] = p
+            room[s, p] -= lengths[s, j]
+            segments[s, p] += 1
+            empty[s] -= segments[s, p] == 1
+            room[s, p] = np.where(segments[s, p] < grid.max_segments, room[s, p], -1)
+            loads[s, p // grid.micro_batches] += costs[s, j, None]
+        result = np.empty_like(parts)
+        np.put_along_axis(result, by_cost, parts, axis=1)
+        return result
+
+    def swap(self, parts: np.ndarray) -> np.ndarray:
+        """[S, N] parts, improved by swapping a sample of the slowest rank with another or with nothing."""
+        parts = parts.copy()
+        active = np.arange(parts.shape[0])
+        for _ in range(MAX_SWAPS):
+            active = active[imbalance(self.loads(parts)[active]) > GOOD_ENOUGH]
+            if active.size == 0:
+                break
+            # The table of pairs is `CANDIDATES` times as large as the samples.
+            pieces = np.array_split(active, -(-active.size * CANDIDATES * parts.shape[1] // (8 * CHUNK_SAMPLES)))
+            active = np.concatenate([piece[self._swap_once(parts, piece)] for piece in pieces])
+        return parts
+
+    def _swap_once(self, parts: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+        """Make the best swap of each chosen step, in place.
+
+        Args:
+            parts: [S, N].
+            chosen: [s] ints, the steps.
+        Returns:
+            [s] bool, whether a swap made the slowest rank faster.
+        """
+        grid, now, rows = self.grid, parts[chosen], np.arange(chosen.size)[:, None]
+        room = grid.token_budget - self._per_part(self.lengths[chosen], now)
+        segments = self._per_part(np.ones_like(now), now)
+        work = self._per_part(self.costs[chosen], now)
+        loads = work.reshape(chosen.size, grid.world_size, -1).sum(axis=2)
+        slowest = loads.argmax(axis=1)[:, None]
+        # A sample goes to where another comes from, or to a part from which nothing comes.
+        gives = np.argsort(now // grid.micro_batches != slowest, axis=1, kind="stable")[:, :CANDIDATES]
+        give_part = now[rows, gives]
+        nothing = np.zeros((chosen.size, grid.parts))
+        take_part = np.concatenate([now, np.broadcast_to(np.arange(grid.parts), nothing.shape)], axis=1)
+        take_rank = take_part // grid.micro_batches
+        costs = np.concatenate([self.costs[chosen], nothing], axis=1)
+        lengths = np.concatenate([self.lengths[chosen], nothing], axis=1)
+
+        moved = costs[rows, gives][:, :, None] - costs[:, None]
+        after = np.maximum(loads[rows, slowest][:, :, None] - moved, loads[rows, take_rank][:, None] + moved)
+        longer = lengths[rows, gives][:, :, None] - lengths[:, None]
+        allowed = (longer <= room[rows, take_part][:, None]) & (-longer <= room[rows, give_part][:, :, None])
+        allowed &= (give_part // grid.micro_batches == slowest)[:, :, None]
+        allowed &= ((take_part >= 0) & (take_rank != slowest))[:, None]
+        to_nothing = allowed[:, :, now.shape[1] :]
+        to_nothing &= (segments < grid.max_segments)[:, None] & (segments[rows, give_part] > 1)[:, :, None]
+
+        after = np.where(allowed, after, np.inf).reshape(chosen.size, -1)
+        best = after.argmin(axis=1)
+        better = after.min(axis=1) < loads.max(axis=1) * (1 - 1e-9)  # float noise is no gain
+        s, give, take = np.flatnonzero(better), *np.divmod(best[better], take_part.shape[1])
+        here, there = gives[s, give], take_part[s, take]
+        swapped = take < now.shape[1]
+        parts[chosen[s[swapped]], take[swapped]] = give_part[s, give][swapped]
+        parts[chosen[s], here] = there
+        return better
