@@ -151,7 +151,9 @@ class SeqLens:
         return cls(lengths, starts, np.concatenate([lengths, _tail(total - real, seq_length)]), seq_length)
 
     @classmethod
-    def in_rows(cls, seq_lens, seq_length: int, row_length: int, rows: int, split_tails: bool) -> "SeqLens":
+    def in_rows(
+        cls, seq_lens, seq_length: int, row_length: int, rows: int, split_tails: bool, tokens: int | None = None
+    ) -> "SeqLens":
         """One sequence a row, pads at the right; rows beyond the sequences are pads only.
 
         Args:
@@ -161,17 +163,22 @@ class SeqLens:
             rows: number of rows, at least B.
             split_tails: True makes a row's real part and its tail two segments; False keeps whole rows, where causal
                 attention keeps real tokens from the pads at their right.
+            tokens: size of T; what the rows leave is a padded tail. By default the rows fill it.
         """
         lengths = check_lengths(seq_lens, row_length)
         if lengths.size > rows:
             raise LengthsError(f"rows must be >= the number of sequences ({lengths.size}), got {rows}")
+        total = rows * row_length if tokens is None else int(tokens)
+        if total < rows * row_length:
+            raise LengthsError(f"tokens must be >= rows x row_length ({rows * row_length}), got {total}")
         segments = np.full(rows, row_length, np.int32)
         if split_tails:
             parts = np.zeros((rows, 2), np.int32)
             parts[: lengths.size, 0] = lengths
             parts[:, 1] = row_length - parts[:, 0]
             segments = parts[parts > 0]
-        return cls(lengths, np.arange(lengths.size) * row_length, segments, seq_length)
+        tail = _tail(total - rows * row_length, seq_length)
+        return cls(lengths, np.arange(lengths.size) * row_length, np.concatenate([segments, tail]), seq_length)
 
     @classmethod
     def from_position_ids(cls, position_ids, seq_length: int) -> "SeqLens":

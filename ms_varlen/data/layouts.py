@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from ms_varlen.errors import DataError, LengthsError
-from ms_varlen.lengths import SeqLens, check_ends
+from ms_varlen.lengths import SeqLens, check_ends, check_lengths
 
 IGNORE_INDEX = -100
 """Label of a token without loss."""
@@ -38,28 +38,23 @@ class Layout:
     """Places samples on the token axis in one of the modes.
 
     Attributes:
-        mode: "varlen" lays samples one after another; "padded" gives each a row, whose end is padded.
+        mode: "varlen" and "packed" lay samples one after another; "padded" and "bucketed" give each a row, whose end is
+            padded. A padded row is one segment; a bucketed row is two, its sample and its tail.
         shapes: the declared sizes of T.
         seq_length: the longest segment allowed, in tokens.
-        rows: rows per micro-batch ("padded" only).
-        row_divisor: rows are as long as the longest sample of the micro-batch, rounded up to this, in tokens; None
-            makes them `seq_length` long ("padded" only).
+        rows: rows per micro-batch ("padded" only; "bucketed" has one for each sample).
+        row_lengths: lengths that rows may have, in tokens, increasing; a micro-batch takes the first that holds its
+            longest sample.
     """
 
-    mode: Literal["varlen", "padded"]
+    mode: Literal["padded", "bucketed", "packed", "varlen"]
     shapes: Sizes
     seq_length: int
     rows: int = 0
-    row_divisor: int | None = None
+    row_lengths: tuple[int, ...] = ()
 
-    def row_length(self, longest: int) -> int:
-        """Length of the rows of a micro-batch whose longest sample has `longest` tokens ("padded" only)."""
-        if self.row_divisor is None:
-            return self.seq_length
-        return -(-longest // self.row_divisor) * self.row_divisor
-
-    def computed_tokens(self, seq_lens: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-        """T of each micro-batch of a plan, without laying it out.
+    def needed_tokens(self, seq_lens: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        """What each micro-batch of a plan needs of T, before it is rounded up to a declared size.
 
         Args:
             seq_lens: [n] ints, tokens per sample in the plan's order.
@@ -67,18 +62,23 @@ class Layout:
         Returns:
             [k] int64.
         """
-        if self.mode == "varlen":
-            needed = np.add.reduceat(seq_lens.astype(np.int64), offsets[:-1])
-        else:
-            longest = np.maximum.reduceat(seq_lens, offsets[:-1])
-            needed = np.array([self.rows * self.row_length(int(n)) for n in longest])
-        return np.array([self.shapes.size_for(int(n)) for n in needed], np.int64)
+        if not self.row_lengths:
+            return np.add.reduceat(seq_lens, offsets[:-1], dtype=np.int64)
+        longest = np.maximum.reduceat(seq_lens, offsets[:-1])
+        row_lengths = np.array(self.row_lengths)[np.searchsorted(self.row_lengths, longest)]
+        return row_lengths * (self.rows or np.diff(offsets))
+
+    def computed_tokens(self, seq_lens: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        """T of each micro-batch of a plan, without laying it out: [k] int64; arguments as in `needed_tokens`."""
+        needed, place = np.unique(self.needed_tokens(seq_lens, offsets), return_inverse=True)
+        return np.array([self.shapes.size_for(int(tokens)) for tokens in needed], np.int64)[place]
 
     def made_up(self, tokens: int) -> SeqLens:
         """Lengths of a micro-batch of T = `tokens` that holds one token, for compiling a graph."""
-        if self.mode == "varlen":
-            return SeqLens.packed([1], self.seq_length, tokens)
-        return SeqLens.in_rows([1], self.seq_length, tokens // self.rows, self.rows, split_tails=False)
+        if self.mode == "padded":
+            row_length = tokens // self.rows
+            return SeqLens.in_rows([1], self.seq_length, row_length, self.rows, split_tails=False)
+        return SeqLens.packed([1], self.seq_length, tokens)
 
     def place(self, seq_lens: np.ndarray) -> SeqLens:
         """Lengths and places of samples of [B] tokens each.
@@ -87,11 +87,14 @@ class Layout:
             LengthsError: a sample longer than `seq_length`.
             ShapesError: more tokens than the declared shapes allow.
         """
-        if self.mode == "varlen":
-            tokens = self.shapes.size_for(int(np.sum(seq_lens, dtype=np.int64)))
+        seq_lens = check_lengths(seq_lens, self.seq_length)
+        tokens = int(self.computed_tokens(seq_lens, np.array([0, seq_lens.size]))[0])
+        if not self.row_lengths:
             return SeqLens.packed(seq_lens, self.seq_length, tokens)
-        row_length = self.shapes.size_for(self.rows * self.row_length(int(np.max(seq_lens)))) // self.rows
-        return SeqLens.in_rows(seq_lens, self.seq_length, row_length, self.rows, split_tails=False)
+        rows = self.rows or seq_lens.size
+        row_length = int(self.needed_tokens(seq_lens, np.array([0, seq_lens.size]))[0]) // rows
+        split = self.mode == "bucketed"
+        return SeqLens.in_rows(seq_lens, self.seq_length, row_length, rows, split, tokens)
 
 
 def lay_out(lens: SeqLens, tokens: np.ndarray, pad_id: int) -> dict[str, np.ndarray]:

@@ -10,23 +10,38 @@ class ShapesConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["static", "range"] = Field(
-        "range",
-        description="static: one graph of one size, shapes.max; range: one graph for every multiple of shapes.divisor "
-        "from shapes.min to shapes.max",
+    kind: Literal["static", "buckets", "range"] = Field(
+        default="range",
+        description="static: one graph of one size, shapes.max; buckets: one static graph for each of a few sizes; "
+        "range: one graph for every multiple of shapes.divisor from shapes.min to shapes.max",
     )
     min: int | None = Field(
-        None, ge=1, description="tokens, smallest T, rounded up to the divisor; null means the divisor. For range only"
+        default=None, ge=1, description="tokens, smallest T, a multiple of the divisor; the divisor if null; range only"
     )
     max: int | None = Field(
-        None, ge=1, description="tokens, largest T, rounded up to the divisor; null means what the batch section needs"
+        default=None, ge=1, description="tokens, largest T; what the batch section needs if null; not for buckets"
     )
-    divisor: int = Field(64, ge=1, description="tokens; every T is a multiple of it, the rest is padded")
+    divisor: int = Field(default=64, ge=1, description="tokens; every T is a multiple of it, the rest is padded")
+    row_buckets: list[int] | Literal["auto"] | None = Field(
+        default=None,
+        description="tokens, lengths of rows: an increasing list of multiples of the divisor that ends with "
+        "model.seq_length, or auto: those that cost least on this corpus; for bucketed recipes, and padded with buckets",
+    )
+    token_sizes: list[int] | Literal["auto"] | None = Field(
+        default=None,
+        description="tokens, sizes of T: an increasing list of multiples of the divisor that ends with "
+        "batch.token_budget, or auto: those that waste least on this corpus; for varlen and packed recipes with buckets",
+    )
+    num_buckets: int | None = Field(
+        default=None, ge=1, description="the most sizes that auto picks; 8 if left out"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "ShapesConfig":
-        if self.kind == "static" and self.min is not None:
-            raise ValueError(f"min must be null with kind: static, which has one size, got {self.min}; set max alone")
+        if self.kind != "range" and self.min is not None:
+            raise ValueError(f"min must be null with kind: {self.kind}, got {self.min}; it is for kind: range")
+        if self.kind == "buckets" and self.max is not None:
+            raise ValueError(f"max must be null with kind: buckets, got {self.max}; the list of sizes says it")
         if self.min is not None and self.max is not None and self.min > self.max:
             raise ValueError(f"min must be <= max ({self.max}), got {self.min}")
         return self

@@ -14,25 +14,31 @@ def _default_pad_to(values: dict[str, Any]) -> Literal["max"] | None:
 
 
 class BatchConfig(BaseModel):
-    """Size of a micro-batch: a token budget in a varlen recipe, rows in a padded one."""
+    """Size of a micro-batch: rows in a padded recipe, a token budget in the others."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     rows: int | None = Field(
         default=None,
         ge=1,
-        description="rows per micro-batch and rank; padded recipes need it, varlen recipes leave it out",
+        description="rows per micro-batch and rank; padded recipes need it, the others leave it out",
     )
     token_budget: int | None = Field(
         default_factory=_default_budget,
         ge=1,
         description="most tokens per micro-batch and rank, a multiple of shapes.divisor and at least model.seq_length. "
-        "4096 if left out; only for varlen recipes",
+        "4096 if left out; not for padded recipes. Bucketed recipes count padded rows",
     )
     pad_to: Literal["max", "batch"] | None = Field(
         default_factory=_default_pad_to,
         description="length of a row: max is model.seq_length, batch is the longest sample of the micro-batch rounded "
         "up to shapes.divisor. max if left out; only for padded recipes",
+    )
+    window: int | None = Field(
+        default=None,
+        ge=1,
+        description="samples per window of the shuffled order that are sorted by length, which saves padding and mixes "
+        "lengths less; null sorts nothing. Only for padded recipes with batch.pad_to batch",
     )
     micro_batches: int = Field(
         default=1, ge=1, description="micro-batches per optimizer step and rank; their gradients are summed"

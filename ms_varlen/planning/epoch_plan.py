@@ -1,19 +1,25 @@
 """The plan of one epoch: [step][rank][micro-batch] -> sample ids, and a place in it.
 
 A plan is a pure function of (lengths, seed, epoch, batch settings, world size), so a place in it is three values:
-epoch, step, and the fingerprint of what the plan was made from. Resuming is a look-up.
+epoch, step, and the fingerprint of what the plan was made from. Resuming is a look-up. When the settings change in the
+middle of an epoch, the samples that were trained are remembered, and the rest of the epoch is planned anew.
 """
 
 import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from ms_varlen.errors import CheckpointError, DataError
+from ms_varlen.planning.balance import StepGrid, balance_micro_batches, balance_plan
 from ms_varlen.planning.batching import row_offsets, token_budget_offsets
+from ms_varlen.planning.cost import CostModel
+from ms_varlen.planning.packing import pack_shuffled
+from ms_varlen.planning.remainder import TrainedSet, original_ids
+from ms_varlen.planning.windows import bucketed_batches, windowed_batches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,53 +27,45 @@ class PlanSettings:
     """What a plan depends on besides the lengths.
 
     Attributes:
-        policy: "token_budget" fills micro-batches with tokens, "rows" with a number of samples.
-        size: the token budget, or the rows, per micro-batch and rank.
-        max_segments: most samples of a micro-batch ("token_budget" only).
+        policy: "token_budget" cuts a shuffled order at the budget, "packed" fits samples until it is full, "bucketed"
+            puts rows of the same bucket together, "rows" counts samples.
+        size: the token budget (for "bucketed" of padded rows), or the rows, per micro-batch and rank.
+        max_segments: most samples of a micro-batch.
         micro_batches: per step and rank.
-        world_size: number of ranks.
         seed: of the shuffle.
+        world_size: number of ranks.
+        row_lengths: lengths that rows may have, in tokens, increasing ("bucketed", and "rows" with a window).
+        window: samples that are sorted by length together ("rows" only); None sorts nothing.
+        quadratic_cost: work of a sequence of s tokens is ``s + quadratic_cost * s * s``; ranks are balanced by it.
     """
 
-    policy: Literal["token_budget", "rows"]
+    policy: Literal["token_budget", "packed", "bucketed", "rows"]
     size: int
     max_segments: int
     micro_batches: int
     seed: int
     world_size: int = 1
+    row_lengths: tuple[int, ...] = ()
+    window: int | None = None
+    quadratic_cost: float = 0.0
 
     def fingerprint(self, lengths_fingerprint: str) -> str:
         """A hash of the settings and of the lengths that a plan is made from."""
         text = json.dumps([dataclasses.asdict(self), lengths_fingerprint], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
+    @property
+    def per_step(self) -> int:
+        """Micro-batches of a step over all ranks."""
+        return self.world_size * self.micro_batches
+
 
 @dataclasses.dataclass(frozen=True)
 class PlanState:
-    """A place in the endless sequence of epochs: `step` steps of `epoch` are done."""
+    """A place in the endless sequence of epochs: `step` steps of `epoch`, or of what remained of it, are done."""
 
     epoch: int
     step: int
-    fingerprint: str
-
-    def to_dict(self) -> dict:
-        """The state as JSON values."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict, fingerprint: str) -> "PlanState":
-        """Read a saved state.
-
-        Raises:
-            CheckpointError: it belongs to a plan of other lengths or settings.
-        """
-        state = cls(**values)
-        if state.fingerprint != fingerprint:
-            raise CheckpointError(
-                f"plan.fingerprint must be {fingerprint} (this corpus and these batch settings), the checkpoint has "
-                f"{state.fingerprint}; resume with the corpus and batch settings it was written with"
-            )
-        return state
 
 
 class EpochPlan:
@@ -78,6 +76,7 @@ class EpochPlan:
         settings: see `PlanSettings`.
         epoch: number of the epoch; each has an order of its own. None keeps the samples in their order and leaves none
             over: the plan of an evaluation.
+        remaining: [m] sample ids, ascending, of an epoch that was begun under other settings; by default all.
     Attributes:
         order: [n] int64, all sample ids in the order of training.
         offsets: [k+1] int64, where each micro-batch starts in `order`.
@@ -85,42 +84,78 @@ class EpochPlan:
         left_over: [m] sample ids of the epoch's end that do not fill a step; they are not trained in this epoch.
     """
 
-    def __init__(self, lengths: np.ndarray, settings: PlanSettings, epoch: int | None):
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        settings: PlanSettings,
+        epoch: int | None,
+        remaining: np.ndarray | None = None,
+    ):
         self.settings = settings
-        if epoch is None:
-            self.order = np.arange(lengths.size)
-        else:
-            self.order = np.random.default_rng([settings.seed, epoch]).permutation(lengths.size)
-        if settings.policy == "rows":
-            self.offsets = row_offsets(lengths.size, settings.size)
-        else:
-            self.offsets = token_budget_offsets(lengths[self.order], settings.size, settings.max_segments)
-        per_step = settings.world_size * settings.micro_batches
+        planned = lengths if remaining is None else lengths[remaining]
+        order, self.offsets = _micro_batches(planned, settings, epoch)
+        if settings.world_size > 1 and epoch is not None:
+            order, self.offsets = _balanced(planned, settings, order, self.offsets)
+        self.order = order if remaining is None else original_ids(order, remaining)
         self.num_micro_batches = self.offsets.size - 1
-        self.num_steps = self.num_micro_batches // per_step
-        self.left_over = self.order[self.offsets[self.num_steps * per_step] :]
-        if self.num_steps == 0:
+        self.num_steps = self.num_micro_batches // settings.per_step
+        self.left_over = self.order[self.offsets[self.num_steps * settings.per_step] :]
+        if self.num_steps == 0 and remaining is None:
             raise DataError(
-                f"an epoch must fill at least one step ({per_step} micro-batches), got {self.num_micro_batches} "
-                f"micro-batches from {lengths.size} samples; lower batch.micro_batches or batch.token_budget, or bring "
-                "more data"
+                f"an epoch must fill at least one step ({settings.per_step} micro-batches), got "
+                f"{self.num_micro_batches} micro-batches from {lengths.size} samples; lower batch.micro_batches or "
+                "batch.token_budget, or bring more data"
             )
 
     def micro_batch(self, step: int, micro_batch: int, rank: int = 0) -> np.ndarray:
         """[B] sample ids of one micro-batch, in their order on the token axis."""
-        settings = self.settings
-        index = (step * settings.world_size + rank) * settings.micro_batches + micro_batch
+        index = (step * self.settings.world_size + rank) * self.settings.micro_batches + micro_batch
         return self.order[self.offsets[index] : self.offsets[index + 1]]
 
     def step_ids(self, step: int) -> np.ndarray:
         """All sample ids of a step, over all ranks and micro-batches."""
-        per_step = self.settings.world_size * self.settings.micro_batches
+        per_step = self.settings.per_step
         return self.order[self.offsets[step * per_step] : self.offsets[(step + 1) * per_step]]
 
     def trained_ids(self, steps: int) -> np.ndarray:
         """All sample ids of the first `steps` steps."""
-        per_step = self.settings.world_size * self.settings.micro_batches
-        return self.order[: self.offsets[steps * per_step]]
+        return self.order[: self.offsets[steps * self.settings.per_step]]
+
+
+def _micro_batches(lengths: np.ndarray, settings: PlanSettings, epoch: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Order and offsets of an epoch's micro-batches; without an epoch, in the samples' own order where that is possible."""
+    rng = None if epoch is None else np.random.default_rng([settings.seed, epoch])
+    if settings.policy == "packed" and rng is not None:
+        return pack_shuffled(lengths, settings.size, settings.max_segments, rng)
+    order = np.arange(lengths.size) if rng is None else rng.permutation(lengths.size)
+    row_lengths = np.array(settings.row_lengths)
+    if settings.policy == "bucketed":
+        rows = np.minimum(settings.size // row_lengths, settings.max_segments)
+        return bucketed_batches(lengths, order, row_lengths, rows, rng)[:2]
+    if settings.policy == "rows":
+        if settings.window is None or rng is None:
+            return order, row_offsets(lengths.size, settings.size)
+        # A budget that any row length leaves `size` rows of: the count decides, the window sorts.
+        budget = settings.size * int(row_lengths[-1])
+        return windowed_batches(lengths, order, settings.window, budget, settings.size, row_lengths, rng)
+    return order, token_budget_offsets(lengths[order], settings.size, settings.max_segments)
+
+
+def _balanced(
+    lengths: np.ndarray, settings: PlanSettings, order: np.ndarray, offsets: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The same steps, dealt over ranks so that each has about the same work."""
+    cost = CostModel(1.0, settings.quadratic_cost)
+    if settings.policy in ("token_budget", "packed"):
+        grid = StepGrid(settings.world_size, settings.micro_batches, settings.size, settings.max_segments)
+        return balance_plan(lengths, cost.cost(lengths), order, offsets, grid)
+    # Rows of one length belong together, so whole micro-batches are dealt.
+    longest = np.maximum.reduceat(lengths[order], offsets[:-1]).astype(np.float64)
+    batches = balance_micro_batches(
+        cost.cost(longest) * np.diff(offsets), settings.world_size, settings.micro_batches
+    )
+    parts = [order[offsets[batch] : offsets[batch + 1]] for batch in batches]
+    return np.concatenate(parts), np.append(0, np.cumsum([part.size for part in parts]))
 
 
 class EpochPlans:
@@ -135,30 +170,94 @@ class EpochPlans:
     def __init__(self, lengths: np.ndarray, lengths_fingerprint: str, settings: PlanSettings):
         self.settings = settings
         self.fingerprint = settings.fingerprint(lengths_fingerprint)
-        self._lengths = lengths
+        self._lengths, self._lengths_fingerprint = lengths, lengths_fingerprint
         self._plans: dict[int, EpochPlan] = {}
+        self._remainder: tuple[int, TrainedSet] | None = None
 
     def epoch(self, epoch: int) -> EpochPlan:
-        """The plan of an epoch."""
+        """The plan of an epoch, or of what remained of it when the settings changed."""
         plan = self._plans.get(epoch)
         if plan is None:
-            plan = EpochPlan(self._lengths, self.settings, epoch)
+            remaining = None
+            if self._remainder is not None and self._remainder[0] == epoch:
+                remaining = self._remainder[1].remaining_ids()
+            plan = EpochPlan(self._lengths, self.settings, epoch, remaining)
             kept = {e: p for e, p in self._plans.items() if e == epoch - 1}
             self._plans = {**kept, epoch: plan}
         return plan
 
+    def trained(self, state: PlanState) -> TrainedSet:
+        """The samples of the epoch in progress that were trained, under these settings and earlier ones."""
+        before = self._before(state.epoch)
+        return before.with_ids(self.epoch(state.epoch).trained_ids(state.step))
+
+    def _before(self, epoch: int) -> TrainedSet:
+        if self._remainder is not None and self._remainder[0] == epoch:
+            return self._remainder[1]
+        return TrainedSet.none(self._lengths.size, self._lengths_fingerprint)
+
     def start(self) -> PlanState:
         """The place before the first step."""
-        return PlanState(0, 0, self.fingerprint)
+        return PlanState(0, 0)
 
     def after(self, state: PlanState) -> PlanState:
         """The place one step further on; an epoch's end is the next one's beginning."""
-        if state.step + 1 < self.epoch(state.epoch).num_steps:
-            return dataclasses.replace(state, step=state.step + 1)
-        return PlanState(state.epoch + 1, 0, self.fingerprint)
+        return self._whole(PlanState(state.epoch, state.step + 1))
+
+    def _whole(self, state: PlanState) -> PlanState:
+        """The same place, at the beginning of the next epoch if it is the end of one."""
+        if state.step < self.epoch(state.epoch).num_steps:
+            return state
+        return PlanState(state.epoch + 1, 0)
 
     def steps_from(self, state: PlanState) -> Iterator[tuple[PlanState, EpochPlan]]:
         """The steps from a place on, without end: the place of each and the plan that holds it."""
         while True:
             yield state, self.epoch(state.epoch)
             state = self.after(state)
+
+    def to_dict(self, state: PlanState) -> dict[str, Any]:
+        """A place as JSON values, with all that is needed to go on under other settings."""
+        before = self._before(state.epoch)
+        return {
+            "epoch": state.epoch,
+            "step": state.step,
+            "fingerprint": self.fingerprint,
+            "settings": dataclasses.asdict(self.settings),
+            "trained_before": before.to_dict() if before.count else None,
+        }
+
+    def resume(self, values: dict[str, Any]) -> PlanState:
+        """The saved place, under the settings that it was saved with.
+
+        Raises:
+            CheckpointError: it belongs to a plan of other lengths or settings.
+        """
+        if values["fingerprint"] != self.fingerprint:
+            raise CheckpointError(
+                f"plan.fingerprint must be {self.fingerprint} (this corpus and these batch settings), the checkpoint has "
+                f"{values['fingerprint']}; resume with the corpus and batch settings it was written with"
+            )
+        if values["trained_before"] is not None:
+            self._begin_remainder(
+                values["epoch"], TrainedSet.from_dict(values["trained_before"], self._lengths_fingerprint)
+            )
+        return PlanState(values["epoch"], values["step"])
+
+    def resume_changed(self, values: dict[str, Any]) -> PlanState:
+        """The place at which to go on when mode, budget or world size changed: no sample is lost or repeated.
+
+        Raises:
+            CheckpointError: it belongs to another corpus.
+        """
+        settings = {**values["settings"], "row_lengths": tuple(values["settings"]["row_lengths"])}
+        old = EpochPlans(self._lengths, self._lengths_fingerprint, PlanSettings(**settings))
+        trained = old.trained(old.resume(values))
+        if not trained.count:
+            return PlanState(values["epoch"], 0)
+        self._begin_remainder(values["epoch"], trained)
+        return self._whole(PlanState(values["epoch"], 0))
+
+    def _begin_remainder(self, epoch: int, trained: TrainedSet) -> None:
+        self._remainder = (epoch, trained)
+        self._plans.clear()

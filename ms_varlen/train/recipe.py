@@ -32,10 +32,11 @@ class Recipe(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", title="ms_varlen recipe")
 
-    mode: Literal["varlen", "padded"] = Field(
+    mode: Literal["padded", "bucketed", "packed", "varlen"] = Field(
         default="varlen",
-        description="varlen lays sequences one after another under a token budget; padded gives each a row, padded at "
-        "the right (the baseline)",
+        description="padded: a row for each sequence, padded at the right and attended to as a whole (the baseline); "
+        "bucketed: rows of similar length, attention counts real tokens; packed: sequences one after another, chosen so "
+        "that micro-batches are full; varlen: sequences one after another in shuffled order",
     )
     data: DataConfig
     batch: BatchConfig = Field(default_factory=BatchConfig)

@@ -23,8 +23,8 @@ def _one_length(seq_length: int, max_position_embeddings: int) -> Iterator[Fault
 
 
 def _lengths_followed(mode: str, variable_seq_lengths: bool) -> Iterator[Fault]:
-    if variable_seq_lengths != (mode == "varlen"):
-        wanted, other = ("true", "padded") if mode == "varlen" else ("false", "varlen")
+    if variable_seq_lengths != (mode != "padded"):
+        wanted, other = ("false", "varlen") if mode == "padded" else ("true", "padded")
         yield Fault(
             "model.variable_seq_lengths",
             f"must be {wanted} in a {mode} recipe, got {shown(variable_seq_lengths)}; set it to {wanted}, or choose "
@@ -37,9 +37,9 @@ def _rows_fit_mode(mode: str, rows: int | None) -> Iterator[Fault]:
         yield Fault(
             "batch.rows", "must be a whole number >= 1 in a padded recipe, but is missing; set batch.rows=8, say"
         )
-    if mode == "varlen" and rows is not None:
+    if mode != "padded" and rows is not None:
         yield Fault(
-            "batch.rows", f"must be left out in a varlen recipe, got {rows}; batch.token_budget sizes its micro-batches"
+            "batch.rows", f"must be left out in a {mode} recipe, got {rows}; batch.token_budget sizes its micro-batches"
         )
 
 
@@ -49,20 +49,29 @@ def _budget_fits_mode(mode: str, written: int | None, budget: int | None, rows: 
             "batch.token_budget",
             f"must be left out (null) in a padded recipe, got {written}; batch.rows sizes its micro-batches",
         )
-    if mode == "varlen" and budget is None and rows is None:
+    if mode != "padded" and budget is None and rows is None:
         yield Fault(
             "batch.token_budget",
-            "must be a whole number >= 1 in a varlen recipe, got null; set batch.token_budget=4096",
+            f"must be a whole number >= 1 in a {mode} recipe, got null; set batch.token_budget=4096",
         )
 
 
 def _pad_to_fits_mode(mode: str, written: str | None) -> Iterator[Fault]:
-    if mode == "varlen" and written is not None:
-        yield Fault("batch.pad_to", f"must be left out (null) in a varlen recipe, got {written}; it has no rows to pad")
+    if mode != "padded" and written is not None:
+        yield Fault("batch.pad_to", f"must be left out (null) in a {mode} recipe, got {written}; it is for padded rows")
+
+
+def _window_fits_mode(mode: str, window: int | None, pad_to: str | None) -> Iterator[Fault]:
+    if window is not None and (mode != "padded" or pad_to != "batch"):
+        yield Fault(
+            "batch.window",
+            f"must be null but for padded recipes with batch.pad_to batch, got {window}; only there does sorting "
+            "within windows save padding",
+        )
 
 
 def _budget_holds_a_sequence(mode: str, budget: int | None, seq_length: int) -> Iterator[Fault]:
-    if mode == "varlen" and budget is not None and budget < seq_length:
+    if mode != "padded" and budget is not None and budget < seq_length:
         yield Fault(
             "batch.token_budget",
             f"must be >= model.seq_length ({seq_length}), got {budget}; raise it, or lower model.seq_length",
@@ -70,18 +79,18 @@ def _budget_holds_a_sequence(mode: str, budget: int | None, seq_length: int) -> 
 
 
 def _budget_divides(mode: str, budget: int | None, divisor: int) -> Iterator[Fault]:
-    if mode == "varlen" and budget is not None and budget % divisor:
+    if mode != "padded" and budget is not None and budget % divisor:
         yield Fault("batch.token_budget", _not_a_multiple(budget, divisor))
 
 
 def _rows_divide(mode: str, seq_length: int, divisor: int) -> Iterator[Fault]:
-    if mode == "padded" and seq_length % divisor:
+    if mode in ("padded", "bucketed") and seq_length % divisor:
         yield Fault("model.seq_length", _not_a_multiple(seq_length, divisor))
 
 
 def largest_tokens(mode: str, budget: int | None, rows: int | None, seq_length: int) -> int | None:
     """The largest T of a micro-batch, in tokens; None where the key that sizes the mode is missing."""
-    if mode == "varlen":
+    if mode != "padded":
         return budget
     return None if rows is None else rows * seq_length
 
@@ -92,7 +101,7 @@ def _max_holds_a_micro_batch(
     largest = largest_tokens(mode, budget, rows, seq_length)
     if shape_max is None or largest is None or shape_max == largest:
         return
-    source = "batch.token_budget" if mode == "varlen" else "batch.rows * model.seq_length"
+    source = "batch.rows * model.seq_length" if mode == "padded" else "batch.token_budget"
     if kind == "static" or shape_max < largest:
         sign = "equal" if kind == "static" else "be >="
         yield Fault("shapes.max", f"must {sign} {source} ({largest}), got {shape_max}; set it to that or leave it out")
@@ -135,23 +144,97 @@ def _min_fits_rows(kind: str, shape_min: int | None, divisor: int, mode: str, ro
         )
 
 
-def _static_rows_have_one_length(kind: str, mode: str, pad_to: str | None) -> Iterator[Fault]:
+def _rows_have_their_lengths(kind: str, mode: str, pad_to: str | None) -> Iterator[Fault]:
     if kind == "static" and mode == "padded" and pad_to == "batch":
         yield Fault("batch.pad_to", "must be max with shapes.kind static, got batch; use max, or shapes.kind=range")
+    if kind == "buckets" and mode == "padded" and pad_to == "max":
+        yield Fault("batch.pad_to", "must be batch with shapes.kind buckets, got max; use batch, or shapes.kind=static")
+
+
+def _sizes_fit_mode(
+    kind: str, mode: str, row_buckets: list[int] | str | None, token_sizes: list[int] | str | None
+) -> Iterator[Fault]:
+    if row_buckets is not None and not has_row_buckets(mode, kind):
+        yield Fault(
+            "shapes.row_buckets",
+            f"must be null in a {mode} recipe with shapes.kind {kind}, got {row_buckets}; it is for bucketed recipes, "
+            "and padded ones with kind buckets",
+        )
+    if token_sizes is not None and not (kind == "buckets" and mode in ("varlen", "packed")):
+        yield Fault(
+            "shapes.token_sizes",
+            f"must be null in a {mode} recipe with shapes.kind {kind}, got {token_sizes}; it is for varlen and packed "
+            "recipes with kind buckets",
+        )
+
+
+def has_row_buckets(mode: str, kind: str) -> bool:
+    """Whether rows of a recipe have a few lengths: those of `shapes.row_buckets`."""
+    return mode == "bucketed" or (mode == "padded" and kind == "buckets")
+
+
+def _sizes_are_in_order(divisor: int, seq_length: int, row_buckets: list[int] | str | None) -> Iterator[Fault]:
+    yield from _list_faults("shapes.row_buckets", row_buckets, divisor, "model.seq_length", seq_length)
+
+
+def _token_sizes_are_in_order(
+    divisor: int, mode: str, budget: int | None, token_sizes: list[int] | str | None
+) -> Iterator[Fault]:
+    if mode != "padded" and budget is not None:
+        yield from _list_faults("shapes.token_sizes", token_sizes, divisor, "batch.token_budget", budget)
+
+
+def _list_faults(
+    path: str, sizes: list[int] | str | None, divisor: int, limit_path: str, limit: int
+) -> Iterator[Fault]:
+    if not isinstance(sizes, list):
+        return
+    for i, size in enumerate(sizes):
+        if size < 1 or size % divisor:
+            yield Fault(f"{path}[{i}]", _not_a_multiple(size, divisor))
+            return
+        if i and size <= sizes[i - 1]:
+            yield Fault(f"{path}[{i}]", f"must be > the size before it ({sizes[i - 1]}), got {size}; sort the list")
+            return
+    if not sizes or sizes[-1] != limit:
+        found = sizes[-1] if sizes else "an empty list"
+        yield Fault(path, f"must end with {limit_path} ({limit}), got {found}; every sample needs a size that holds it")
+
+
+def _num_buckets_is_used(
+    kind: str,
+    mode: str,
+    row_buckets: list[int] | str | None,
+    token_sizes: list[int] | str | None,
+    num_buckets: int | None,
+) -> Iterator[Fault]:
+    listed = isinstance(row_buckets, list) or isinstance(token_sizes, list)
+    if num_buckets is not None and (listed or not (kind == "buckets" or has_row_buckets(mode, kind))):
+        yield Fault(
+            "shapes.num_buckets",
+            f"must be null unless sizes are picked (auto), got {num_buckets}; it is for shapes.kind buckets and "
+            "bucketed recipes without a list of their own",
+        )
 
 
 def _segments_hold_the_tail(
     mode: str, kind: str, shape_min: int | None, divisor: int, budget: int | None, seq_length: int, max_segments: int
 ) -> Iterator[Fault]:
     smallest = shape_min or divisor
-    if mode != "varlen" or budget is None or smallest > budget:
+    if mode == "padded" or budget is None or smallest > budget:
         return
-    tail = TokenShapes(kind, smallest, budget, divisor, max_segments).tail_segments(seq_length)
-    if max_segments <= tail:
+    tail = tail_segments(kind, smallest, budget, divisor, seq_length)
+    if max_segments <= tail + (mode == "bucketed"):
         yield Fault(
             "batch.max_segments",
             f"must be > {tail} (segments of the longest padded tail), got {max_segments}; raise it",
         )
+
+
+def tail_segments(kind: str, smallest: int, budget: int, divisor: int, seq_length: int) -> int:
+    """The most segments of a padded tail; of a few sizes not known yet, as much as of one."""
+    one_size = "range" if kind == "range" else "static"
+    return TokenShapes(one_size, smallest, budget, divisor, max_segments=1).tail_segments(seq_length)
 
 
 def _segments_hold_the_rows(mode: str, rows: int | None, max_segments: int) -> Iterator[Fault]:
@@ -194,7 +277,7 @@ def _heads_fit_ascend(target: str, config: DecoderConfig) -> Iterator[Fault]:
 
 
 def _graphs_fit(mode: str, max_graphs: int, eval_every: int | None) -> Iterator[Fault]:
-    needed = 2 if eval_every is None else 3  # train and apply, and eval; one size each
+    needed = 2 if eval_every is None else 3  # train and apply, and eval; at least one size each
     if mode == "graph" and max_graphs < needed:
         yield Fault("graph.max_graphs", f"must be >= {needed} (one graph per role), got {max_graphs}; raise it")
 
@@ -260,7 +343,15 @@ RULES: tuple[tuple[Callable[..., Iterator[Fault]], tuple[str, ...]], ...] = (
             "batch.max_segments",
         ),
     ),
-    (_static_rows_have_one_length, ("shapes.kind", "mode", "batch.pad_to")),
+    (_window_fits_mode, ("mode", "batch.window", "batch.pad_to")),
+    (_rows_have_their_lengths, ("shapes.kind", "mode", "batch.pad_to")),
+    (_sizes_fit_mode, ("shapes.kind", "mode", "shapes.row_buckets", "shapes.token_sizes")),
+    (_sizes_are_in_order, ("shapes.divisor", "model.seq_length", "shapes.row_buckets")),
+    (_token_sizes_are_in_order, ("shapes.divisor", "mode", "batch.token_budget", "shapes.token_sizes")),
+    (
+        _num_buckets_is_used,
+        ("shapes.kind", "mode", "shapes.row_buckets", "shapes.token_sizes", "shapes.num_buckets"),
+    ),
     (_max_holds_a_micro_batch, ("shapes.kind", "shapes.max", "shapes.divisor", *_SIZE)),
     (_min_divides, ("shapes.min", "shapes.divisor")),
     (_range_is_open, ("shapes.kind", "shapes.min", "shapes.max", "shapes.divisor", *_SIZE)),
