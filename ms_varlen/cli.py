@@ -26,12 +26,22 @@ from rich.table import Table
 from ms_varlen.errors import VarlenError
 from ms_varlen.train.recipe import load_recipe, recipe_schema
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+HELP = """Train language models on sequences of very different lengths: plan, train, align.
+
+\b
+ms-varlen plan recipes/quickstart.yaml
+ms-varlen train recipes/quickstart.yaml train.steps=20
+ms-varlen align recipes/align_cpu.yaml --steps 20
+
+Exit status 0 only when all is well, 1 for a fault that the message explains, 2 for a wrong command line.
+"""
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=HELP)
 people = Console(stderr=True)
 
 RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe in YAML.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Recipe keys to set, e.g. train.steps=20.")
+    list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Recipe keys to set, e.g. train.steps=20.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 
@@ -45,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     # MindSpore takes SIGINT over while graphs run, and turns it into a SIGTERM.
     signal.signal(signal.SIGTERM, _interrupt)
     arguments = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in arguments
+    debug = "--debug" in arguments  # anywhere on the line; listed by the option of `_options`
     logging.basicConfig(
         level=logging.DEBUG if debug else logging.INFO,
         format="%(message)s",
@@ -70,9 +80,18 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
+@app.callback()
+def _options(
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Log more, and show tracebacks; anywhere on the line.")
+    ] = False,
+) -> None:
+    pass
+
+
 @app.command("train")
 def train_command(recipe: RecipeArgument, overrides: Overrides = None, as_json: Json = False) -> None:
-    """Train a recipe, going on where its last run stopped, and write the report."""
+    """Train a recipe, going on where its last run stopped, and write report.html into its run folder."""
     loaded = load_recipe(recipe, overrides or [])
     from ms_varlen.diagnose.report import write_report
     from ms_varlen.train.run import train
@@ -124,9 +143,14 @@ def align_command(
     overrides: Overrides = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 100,
     tolerance: Annotated[
-        float | None, typer.Option(help="Largest difference of the loss; default 2e-5 in fp32, 1e-3 in bf16.")
+        float | None,
+        typer.Option(
+            help="Largest difference of a step's loss, in nats; default 2e-5 on a CPU (fp32), 1e-3 on Ascend (bf16)."
+        ),
     ] = None,
-    report: Annotated[Path | None, typer.Option(help="HTML page to write; default align.html in output_dir.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="HTML page to write; default align.html in checkpoint.output_dir.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compare the recipe's mode with dense padded attention, step by step; exit status 1 when they differ."""
@@ -218,9 +242,19 @@ def _finite(value: Any) -> Any:
 
 def _print_table(title: str, rows: dict[str, Any]) -> None:
     table = Table(title=title, title_justify="left", show_header=False, title_style="bold")
-    for key, value in rows.items():
+    table.add_column()
+    table.add_column(overflow="fold")
+    for key, value in _flat(rows):
         table.add_row(key, f"{value:.6g}" if isinstance(value, float) else str(value))
     Console().print(table)
+
+
+def _flat(rows: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in rows.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 if __name__ == "__main__":

@@ -1,25 +1,26 @@
 # Sourced by run.sh and test.sh: finds or makes the Python environment and puts its programs first on PATH.
 #
-# An active virtual environment, or the interpreter in $PYTHON, is used as it is (Ascend images bring MindSpore along) and
+# An active virtual or conda environment, or the interpreter in $PYTHON, is used as it is (Ascend images bring MindSpore along) and
 # gets only what is missing. Otherwise .venv is made beside this folder; a change of setup.cfg brings it up to date.
 
 use_environment() {  # use_environment EXTRAS: the extras of setup.cfg that are needed, comma-separated
-    local extras=$1 python stamp
+    local extras=$1 python stamps stamp
     if [ -n "${PYTHON:-}" ]; then
         python=$PYTHON
-    elif [ -n "${VIRTUAL_ENV:-}" ]; then
-        python=$VIRTUAL_ENV/bin/python
+    elif [ -n "${VIRTUAL_ENV:-${CONDA_PREFIX:-}}" ]; then
+        python=${VIRTUAL_ENV:-$CONDA_PREFIX}/bin/python
     else
         python=.venv/bin/python
         [ -x "$python" ] || "$(find_python)" -m venv .venv
     fi
     command -v "$python" >/dev/null || { echo "PYTHON must be a Python interpreter, got $python" >&2; return 1; }
-    stamp="$extras $(cksum < setup.cfg)"
-    stamp_file=$("$python" -c 'import sys; print(sys.prefix)')/.ms_varlen-installed
-    if [ "$(cat "$stamp_file" 2>/dev/null)" != "$stamp" ]; then
+    # One stamp per set of extras, so that run.sh and test.sh in turn install nothing again.
+    stamps=$("$python" -c 'import sys; print(sys.prefix)')/.ms_varlen-installed
+    stamp=$stamps/$(cksum < setup.cfg | cut -d' ' -f1)
+    if [ ! -e "$stamp-${extras:-base}" ]; then
         echo "installing ms_varlen${extras:+[$extras]} for $python (the first time this downloads about 1 GB)"
         "$python" -m pip install --quiet --disable-pip-version-check --editable ".${extras:+[$extras]}"
-        echo "$stamp" > "$stamp_file" || true
+        mkdir -p "$stamps" && touch "$stamp-base" "$stamp-${extras:-base}"
     fi
     PATH=$(dirname "$(command -v "$python")"):$PATH  # msrun and ms-varlen start programs by name
     export PATH

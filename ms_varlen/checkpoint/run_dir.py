@@ -56,6 +56,7 @@ MAY_CHANGE = frozenset(
         "train.steps",
         "train.eval_every",
         "checkpoint.output_dir",  # says where the run lies; it is there
+        "data.store_dir",  # says where the samples lie; the plan's fingerprint says whether they are the same
         "checkpoint.every",
         "checkpoint.keep",
         "checkpoint.resume",

@@ -6,7 +6,6 @@
 | kernel | CPU | the C++ kernels of `csrc/`, compiled on first use |
 | reference | CPU without a compiler | plain MindSpore operators |
 
-
 The choice is a Python string while a graph is traced, so a graph holds one body and no branch. A graph that is compiled
 already keeps the body it was compiled with.
 """

@@ -228,8 +228,12 @@ def compile_graphs(graph: GraphConfig, *sets: TrainingGraphs) -> CacheUse | None
     library = kernel_library() if body_in_use() == "kernel" else None
     name = fingerprint({"sets": [graphs.parts() for graphs in sets]}, library)
     with compile_cache(graph.compile_cache, name) as use:
-        logger.info("compiling %d graphs; these first seconds are normal", sum(g.predicted for g in sets))
         for graphs in sets:
+            logger.info(
+                "compiling %d graphs (attention: %s); these first seconds are normal",
+                graphs.predicted,
+                graphs.attention.name,
+            )
             graphs.compile()
     logger.info("compiled in %.1f s (compile cache %s)", time.perf_counter() - begin, use.state)
     return use
