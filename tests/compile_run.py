@@ -92,7 +92,7 @@ def main(options):
     inputs = {"train": batch(shapes, 256), "apply": (rate,), "eval": batch(shapes, 256)}
     for role in ("train", "eval"):
         cells[role].set_inputs(*declared_inputs(shapes, COLUMNS))
-    watch = CompileWatch(cells, dict.fromkeys(cells, 1), max_graphs=3)
+    watch = CompileWatch({role: (cell,) for role, cell in cells.items()}, dict.fromkeys(cells, 1), max_graphs=3)
     name = fingerprint({key: options[key] for key in ("kind", "hidden", "layers")})
     with compile_cache(options["cache"], name) as cache:
         for role, cell in cells.items():

@@ -55,7 +55,9 @@ def keep(root, name, monkeypatch):
 
 def test_predicted_graphs_are_normal_and_others_are_warned_of_once(caplog):
     cells = {"train": cell(), "apply": cell(), "eval": cell()}
-    watch = CompileWatch(cells, {"train": 1, "apply": 1, "eval": 1}, max_graphs=3)
+    watch = CompileWatch(
+        {role: (one,) for role, one in cells.items()}, {"train": 1, "apply": 1, "eval": 1}, max_graphs=3
+    )
     caplog.set_level(logging.INFO, "ms_varlen")
     cells["train"].compile_cache.add("a")
     assert watch.check("T=64..256 by 64") == {"train": 1, "apply": 0, "eval": 0}
@@ -73,12 +75,12 @@ def test_predicted_graphs_are_normal_and_others_are_warned_of_once(caplog):
 
 def test_more_graphs_predicted_than_allowed_are_refused():
     with pytest.raises(ShapesError, match=r"graph.max_graphs \(4\), got 5 \(train 4, apply 1\); declare fewer sizes"):
-        CompileWatch({"train": cell(), "apply": cell()}, {"train": 4, "apply": 1}, max_graphs=4)
+        CompileWatch({"train": (cell(),), "apply": (cell(),)}, {"train": 4, "apply": 1}, max_graphs=4)
 
 
 def test_watch_refuses_roles_without_a_prediction():
     with pytest.raises(ShapesError, match=r"must be those of cells \(\['train'\]\), got \['eval'\]"):
-        CompileWatch({"train": cell()}, {"eval": 1}, max_graphs=4)
+        CompileWatch({"train": (cell(),)}, {"eval": 1}, max_graphs=4)
 
 
 def test_fingerprint_depends_on_every_part_and_on_the_order_of_shapes(tmp_path, monkeypatch):

@@ -48,7 +48,7 @@ def test_every_column_of_a_varlen_micro_batch():
 
 def test_every_column_of_padded_rows_with_a_filler_row():
     samples = [[5, 6, 7], [8, 9]]
-    lens, columns = place(samples, Layout("padded", Multiples(4), seq_length=8, rows=3, row_divisor=4))
+    lens, columns = place(samples, Layout("padded", Multiples(4), 8, rows=3, row_lengths=(4, 8)))
     assert {name: column.tolist() for name, column in columns.items()} == {
         "input_ids": [5, 6, 7, 0, 8, 9, 0, 0, 0, 0, 0, 0],
         "labels": [6, 7, -100, -100, 9, -100, -100, -100, -100, -100, -100, -100],
@@ -59,9 +59,22 @@ def test_every_column_of_padded_rows_with_a_filler_row():
     check(samples, lens, columns)
 
 
-def test_rows_are_seq_length_long_without_a_row_divisor():
-    lens = Layout("padded", Multiples(1), seq_length=8, rows=2).place(np.array([3], np.int32))
-    assert lens.segment_lens.tolist() == [8, 8]
+def test_every_column_of_bucketed_rows_with_a_tail():
+    samples = [[5, 6, 7], [8, 9]]
+    lens, columns = place(samples, Layout("bucketed", Multiples(10), 8, row_lengths=(4, 8)))
+    assert {name: column.tolist() for name, column in columns.items()} == {
+        "input_ids": [5, 6, 7, 0, 8, 9, 0, 0, 0, 0],
+        "labels": [6, 7, -100, -100, 9, -100, -100, -100, -100, -100],
+        "position_ids": [0, 1, 2, 0, 0, 1, 0, 1, 0, 1],
+        "seq_lens": [3, 2],
+        "actual_seq_qlen": [3, 4, 6, 8, 10],
+    }
+    check(samples, lens, columns)
+
+
+def test_a_length_equal_to_a_bucket_belongs_to_that_bucket():
+    layout = Layout("bucketed", Multiples(1), 8, row_lengths=(4, 8))
+    assert [layout.place(np.array([n], np.int32)).tokens for n in (4, 5)] == [4, 8]
 
 
 def test_labels_of_packed_samples_stay_inside_them():  # K07
@@ -77,7 +90,7 @@ def test_end_of_text_inside_a_sample_is_a_target():  # K08
 
 def test_lengths_are_carried_when_the_pad_id_occurs_in_the_text():  # K09, P07
     end = 2
-    lens, columns = place([[5, end, 6, end]], Layout("padded", Multiples(1), 8, rows=1), pad_id=end)
+    lens, columns = place([[5, end, 6, end]], Layout("padded", Multiples(1), 8, rows=1, row_lengths=(8,)), pad_id=end)
     assert columns["seq_lens"].tolist() == [4]
     assert columns["labels"].tolist() == [end, 6, end, -100, -100, -100, -100, -100]
     assert lens.real_mask.tolist() == [True] * 4 + [False] * 4
@@ -137,7 +150,9 @@ def test_a_column_of_another_dtype_is_refused():
     st.integers(1, 8),
 )
 def test_targets_are_those_of_the_samples_alone(samples, rows, divisor):
-    layout = Layout("padded", Multiples(1), 8, len(samples), 1) if rows else varlen(divisor)
+    layout = varlen(divisor)
+    if rows:
+        layout = Layout("padded", Multiples(1), 8, len(samples), tuple(range(1, 9)))
     lens, columns = place(samples, layout)
     check(samples, lens, columns)
     supervised = columns["labels"] != -100

@@ -63,9 +63,7 @@ def test_next_pack_after_the_first_holds_the_rest(epoch):  # R02
     plans = EpochPlans(lengths, "f", plan_settings())
     order = plans.epoch(epoch).trained_ids(plans.epoch(epoch).num_steps).tolist()
     first = plans.epoch(epoch).step_ids(0).tolist()
-    resumed = [
-        plan.step_ids(state.step).tolist() for state, plan in _steps(plans, PlanState(epoch, 1, plans.fingerprint), 1)
-    ]
+    resumed = [plan.step_ids(state.step).tolist() for state, plan in _steps(plans, PlanState(epoch, 1), 1)]
     assert resumed == [order[len(first) :][: len(resumed[0])]]
     assert sorted(order) == [0, 1, 2]
 
@@ -77,9 +75,9 @@ def test_order_5_5_3_packs_the_last_two_together():  # R02, in the given order
 
 def test_a_state_of_other_settings_is_refused():  # R03
     lengths = np.full(9, 3, np.int32)
-    saved = EpochPlans(lengths, "f", plan_settings(size=1536)).start().to_dict()
+    old = EpochPlans(lengths, "f", plan_settings(size=1536))
     with pytest.raises(CheckpointError, match=r"plan.fingerprint must be"):
-        PlanState.from_dict(saved, EpochPlans(lengths, "f", plan_settings(size=1500)).fingerprint)
+        EpochPlans(lengths, "f", plan_settings(size=1500)).resume(old.to_dict(old.start()))
 
 
 def test_resume_in_the_second_epoch_equals_the_uninterrupted_run():  # R04
@@ -87,8 +85,8 @@ def test_resume_in_the_second_epoch_equals_the_uninterrupted_run():  # R04
     plans = EpochPlans(lengths, "f", plan_settings())
     whole = [(s.epoch, s.step, p.step_ids(s.step).tolist()) for s, p in _steps(plans, plans.start(), 70)]
     at = next(i for i, (epoch, step, _) in enumerate(whole) if (epoch, step) == (1, 2))
-    state = PlanState.from_dict(PlanState(1, 2, plans.fingerprint).to_dict(), plans.fingerprint)
     fresh = EpochPlans(lengths, "f", plan_settings())
+    state = fresh.resume(plans.to_dict(PlanState(1, 2)))
     rest = [(s.epoch, s.step, p.step_ids(s.step).tolist()) for s, p in _steps(fresh, state, 70 - at)]
     assert rest == whole[at:]
     assert next(step for epoch, step, _ in whole if epoch == 2) == 0
@@ -104,27 +102,72 @@ def test_an_epoch_that_fills_no_step_is_refused():
         EpochPlan(np.array([3, 2], np.int32), plan_settings(micro_batches=4), 0)
 
 
+CHANGES = st.sampled_from(
+    [
+        {"policy": "token_budget"},
+        {"policy": "packed"},
+        {"policy": "bucketed", "row_lengths": (2, 5, 8)},
+        {"policy": "rows", "size": 2},
+        {"policy": "rows", "size": 3, "row_lengths": (4, 8), "window": 7},
+        {"policy": "token_budget", "size": 11},
+        {"policy": "token_budget", "world_size": 2},
+        {"policy": "packed", "world_size": 3, "quadratic_cost": 0.1},
+    ]
+)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(1, 8), min_size=40, max_size=80), st.lists(CHANGES, min_size=2, max_size=4), st.data())
+def test_changes_within_an_epoch_lose_and_repeat_nothing(lengths, changes, data):  # R03, R05
+    lengths = np.array(lengths, np.int32)
+    trained, saved = [], None
+    for change in changes:
+        plans = EpochPlans(lengths, "f", plan_settings(**change))
+        state = plans.start() if saved is None else plans.resume_changed(saved)
+        if state.epoch:
+            break  # nothing was left that fills a step
+        for _ in range(data.draw(st.integers(0, plans.epoch(0).num_steps - 1), label="steps")):
+            trained += plans.epoch(0).step_ids(state.step).tolist()
+            state = plans.after(state)
+        saved = plans.to_dict(state)
+        again = EpochPlans(lengths, "f", plan_settings(**change))
+        assert again.resume(saved) == state
+        assert again.epoch(0).order.tolist() == plans.epoch(0).order.tolist()
+    plan = plans.epoch(0)
+    rest = plan.order[plan.offsets[state.step * plan.settings.per_step] :] if not state.epoch else plan.order
+    assert sorted(trained + rest.tolist()) == list(range(lengths.size))
+
+
 @settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 8), min_size=12, max_size=60),
     st.integers(1, 3),
     st.integers(1, 2),
-    st.sampled_from(["token_budget", "rows"]),
+    st.sampled_from(["token_budget", "rows", "packed", "bucketed"]),
     st.integers(0, 3),
 )
 def test_each_sample_is_trained_or_left_over_exactly_once(lengths, micro_batches, world_size, policy, epoch):
     lengths = np.array(lengths, np.int32)
-    size = 8 if policy == "token_budget" else 2
-    chosen = plan_settings(policy=policy, size=size, max_segments=5, micro_batches=micro_batches, world_size=world_size)
+    chosen = plan_settings(
+        policy=policy,
+        size=2 if policy == "rows" else 8,
+        max_segments=5,
+        micro_batches=micro_batches,
+        world_size=world_size,
+        row_lengths=(3, 8) if policy == "bucketed" else (),
+        quadratic_cost=0.01,
+    )
     plan = EpochPlan(lengths, chosen, epoch)
     seen = []
     for step in range(plan.num_steps):
         ids = [plan.micro_batch(step, m, rank) for rank in range(world_size) for m in range(micro_batches)]
         assert np.concatenate(ids).tolist() == plan.step_ids(step).tolist()
         for part in ids:
-            assert 1 <= part.size <= (5 if policy == "token_budget" else 2)
-            if policy == "token_budget":
+            assert 1 <= part.size <= (2 if policy == "rows" else 5)
+            if policy in ("token_budget", "packed"):
                 assert lengths[part].sum() <= 8
+            if policy == "bucketed":
+                assert part.size * (3 if lengths[part].max() <= 3 else 8) <= 8
         seen += np.concatenate(ids).tolist()
     assert seen == plan.trained_ids(plan.num_steps).tolist()
     assert sorted(seen + plan.left_over.tolist()) == list(range(lengths.size))

@@ -50,6 +50,7 @@ def test_resolved_holds_every_default():
         "rows": None,
         "token_budget": 4096,
         "pad_to": None,
+        "window": None,
         "micro_batches": 1,
         "max_segments": 256,
     }
@@ -62,12 +63,6 @@ def test_defaults_of_the_batch_follow_the_rows():
     assert load_recipe(QUICKSTART, ["batch={}"]).batch.token_budget == 4096
     padded = load_recipe(PADDED, ["batch={rows: 4}"]).batch
     assert (padded.rows, padded.pad_to, padded.token_budget) == (4, "max", None)
-
-
-def test_token_shapes_are_those_of_the_mode():
-    shapes = load_recipe(QUICKSTART).token_shapes()
-    assert (shapes.min, shapes.max, shapes.divisor, shapes.max_segments) == (64, 4096, 64, 256)
-    assert load_recipe(PADDED).token_shapes().max == 8 * 2048
 
 
 def test_a_quickstart_recipe_can_be_overridden_into_a_padded_one():
@@ -84,8 +79,7 @@ def test_five_faults_are_reported_at_once():
         "data.source=gone.jsonl",
     )
     assert faults == [
-        "length_buckets: must be a known key, got [128, 256]; use shapes.kind, shapes.min, shapes.max and "
-        f"shapes.divisor; {KEYS_AT_TOP}",
+        f"length_buckets: must be a known key, got [128, 256]; use shapes.kind and shapes.row_buckets; {KEYS_AT_TOP}",
         "data.source: must be an existing file, got gone.jsonl; correct the path or use 'pydoc', which needs no file",
         "batch.token_budget: must be >= model.seq_length (2048), got 1024; raise it, or lower model.seq_length",
         "model.max_position_embeddings: must equal model.seq_length (2048), got 4096; set both to the longest sequence "
@@ -130,9 +124,8 @@ def test_reading_a_recipe_imports_no_mindspore_and_takes_under_three_seconds():
         ("train.schedule=cos", 'train.schedule: must be cosine, linear or constant, got "cos"; '),
         ("train=3", "train: must be a mapping of keys (at least steps, learning_rate), got 3; "),
         ("train=null", "train: must be a mapping of keys (at least steps, learning_rate), got null; "),
-        ("mode=packed", 'mode: must be varlen or padded, got "packed"; '),
-        ("mode=bucketed", 'mode: must be varlen or padded, got "bucketed"; '),
-        ("shapes.kind=buckets", 'shapes.kind: must be static or range, got "buckets"; '),
+        ("mode=sorted", 'mode: must be padded, bucketed, packed or varlen, got "sorted"; '),
+        ("shapes.kind=symbol", 'shapes.kind: must be static, buckets or range, got "symbol"; '),
         ("model.variable_seq_lengths=yes", 'model.variable_seq_lengths: must be true or false, got "yes"; '),
         ("model.attention_dropout=0.1", "model.attention_dropout: must be 0.0, got 0.1"),
         ("model.config={}", "model.config.hidden_size: must be a whole number > 0, but is missing; add it"),
@@ -168,6 +161,22 @@ def test_a_wrong_value_is_one_fault_that_says_what_is_allowed(override, fault):
         (["shapes.max=4100"], "shapes.max: must be a multiple of shapes.divisor (64), got 4100; "),
         (["shapes.kind=static", "shapes.max=8192"], "shapes.max: must equal batch.token_budget (4096), got 8192; "),
         (["shapes.kind=static", "shapes.min=64"], "shapes.min: must be null with kind: static"),
+        (["shapes.row_buckets=auto"], "shapes.row_buckets: must be null in a varlen recipe with shapes.kind range"),
+        (["shapes.token_sizes=[64]"], "shapes.token_sizes: must be null in a varlen recipe with shapes.kind range"),
+        (
+            ["shapes.kind=buckets", "shapes.token_sizes=[1024, 2048]"],
+            "shapes.token_sizes: must end with batch.token_budget (4096), got 2048; ",
+        ),
+        (
+            ["shapes.kind=buckets", "shapes.token_sizes=[2048, 1024, 4096]"],
+            "shapes.token_sizes[1]: must be > the size before it (2048), got 1024; ",
+        ),
+        (
+            ["mode=bucketed", "shapes.row_buckets=[100, 2048]"],
+            "shapes.row_buckets[0]: must be a multiple of shapes.divisor (64), got 100; use 64 or 128",
+        ),
+        (["shapes.num_buckets=4"], "shapes.num_buckets: must be null unless sizes are picked (auto), got 4; "),
+        (["batch.window=100"], "batch.window: must be null but for padded recipes with batch.pad_to batch, got 100; "),
         (["shapes.min=100"], "shapes.min: must be a multiple of shapes.divisor (64), got 100; use 64 or 128"),
         (["shapes.min=4096"], "shapes.min: must be < the largest size (4096 tokens), got 4096; "),
         (["shapes.min=8192", "shapes.max=4096"], "shapes.min: must be <= max (4096), got 8192"),
@@ -422,7 +431,7 @@ def test_the_schema_describes_every_key_and_allows_no_other():
     for section in [schema, *schema["$defs"].values()]:
         assert section["additionalProperties"] is False
         assert section["description"]
-    own = [("BatchConfig", 5), ("TrainConfig", 12), ("DeviceConfig", 3)]
+    own = [("BatchConfig", 6), ("TrainConfig", 12), ("DeviceConfig", 3)]
     for name, keys in own:
         properties = schema["$defs"][name]["properties"]
         assert len(properties) == keys

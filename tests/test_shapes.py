@@ -40,6 +40,14 @@ def test_static_has_one_size_for_all():
     assert (shapes.sizes, shapes.predicted_graphs, shapes.describe()) == ((4096,), 1, "T=4096")
 
 
+def test_buckets_round_up_to_the_next_size():
+    shapes = TokenShapes.from_config(ShapesConfig(kind="buckets", divisor=16), 256, 9, sizes=[256, 64, 128, 64])
+    assert [shapes.size_for(tokens) for tokens in (1, 64, 65, 129, 256)] == [64, 64, 128, 256, 256]
+    assert (shapes.sizes, shapes.predicted_graphs, shapes.describe()) == ((64, 128, 256), 3, "T=64,128,256")
+    assert shapes.tail_segments(50) == 3  # 129 tokens on 256
+    assert shapes.as_range() == TokenShapes("range", 16, 256, 16, 9)
+
+
 def test_more_tokens_than_the_largest_size_are_refused():
     with pytest.raises(
         ShapesError, match=r"T must be <= 256, the largest size declared \(shapes.max\), got 257; raise"
@@ -48,7 +56,7 @@ def test_more_tokens_than_the_largest_size_are_refused():
 
 
 def test_shapes_must_hold_a_full_micro_batch():
-    with pytest.raises(ShapesError, match=r"shapes.max must be >= 4096, .* got 2048; raise shapes.max"):
+    with pytest.raises(ShapesError, match=r"the largest size must be >= 4096, .* got 2048; raise it"):
         TokenShapes.from_config(ShapesConfig(max=2048), tokens=4096, max_segments=4)
 
 
@@ -104,10 +112,11 @@ def test_static_declares_a_fixed_token_axis_and_a_dynamic_axis_of_ends():
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"kind": "static", "min": 64}, "min must be null with kind: static, which has one size, got 64"),
+        ({"kind": "static", "min": 64}, "min must be null with kind: static, got 64"),
         ({"min": 128, "max": 64}, r"min must be <= max \(64\), got 128"),
         ({"divisor": 0}, "greater than or equal to 1"),
-        ({"kind": "dynamic"}, "'static' or 'range'"),
+        ({"kind": "buckets", "max": 64}, "max must be null with kind: buckets, got 64"),
+        ({"kind": "dynamic"}, "'static', 'buckets' or 'range'"),
         ({"buckets": 4}, "Extra inputs are not permitted"),
     ],
 )
@@ -117,7 +126,15 @@ def test_wrong_shapes_sections_are_refused(section, message):
 
 
 def test_defaults_of_the_sections_and_their_descriptions():
-    assert ShapesConfig().model_dump() == {"kind": "range", "min": None, "max": None, "divisor": 64}
+    assert ShapesConfig().model_dump() == {
+        "kind": "range",
+        "min": None,
+        "max": None,
+        "divisor": 64,
+        "row_buckets": None,
+        "token_sizes": None,
+        "num_buckets": None,
+    }
     assert GraphConfig().model_dump() == {
         "mode": "graph",
         "jit_level": "O0",

@@ -19,6 +19,7 @@ from ms_varlen.data.store import Progress
 from ms_varlen.graph.shapes import TokenShapes, round_up
 from ms_varlen.lengths import SeqLens
 from ms_varlen.ops.dense_attention import declared_dense_columns, dense_attention, dense_columns
+from ms_varlen.planning.windows import divisor_boundaries
 from ms_varlen.train.device import ASCEND, set_up_device
 from ms_varlen.train.graphs import AttentionPath, TrainingGraphs, compile_graphs
 from ms_varlen.train.loop import ids_hash
@@ -158,8 +159,9 @@ def dense_side(workload: Workload, target: str) -> tuple[Workload, str, Attentio
     shapes = TokenShapes(
         "range", DENSE_ROWS * divisor, DENSE_ROWS * max(longest, 2 * divisor), DENSE_ROWS * divisor, DENSE_ROWS
     )
-    layout = Layout("padded", shapes, longest, rows=DENSE_ROWS, row_divisor=divisor)
-    path = AttentionPath(dense_attention, _row_mask, declared_dense_columns(), "dense")
+    row_lengths = tuple(divisor_boundaries(longest, divisor).tolist())
+    layout = Layout("padded", shapes, longest, rows=DENSE_ROWS, row_lengths=row_lengths)
+    path = AttentionPath(dense_attention, _row_mask, lambda _: declared_dense_columns(), "dense")
     return dataclasses.replace(workload, shapes=shapes, layout=layout), target, path
 
 

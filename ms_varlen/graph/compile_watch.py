@@ -4,7 +4,7 @@ A count costs a `len`.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from ms_varlen.errors import ShapesError
@@ -23,14 +23,14 @@ class CompileWatch:
     """Compares the graphs that were compiled, by role, with those predicted.
 
     Args:
-        cells: role -> cell, e.g. ``{"train": ..., "apply": ..., "eval": ...}``.
+        cells: role -> its cells, e.g. ``{"train": (...,), "apply": (...,), "eval": (...,)}``.
         expected: role -> predicted number of graphs.
         max_graphs: the most graphs allowed, all roles together (`graph.max_graphs`).
     Raises:
         ShapesError: more graphs predicted than allowed; nothing was compiled yet.
     """
 
-    def __init__(self, cells: Mapping[str, CompiledCell], expected: Mapping[str, int], max_graphs: int):
+    def __init__(self, cells: Mapping[str, Sequence[CompiledCell]], expected: Mapping[str, int], max_graphs: int):
         if cells.keys() != expected.keys():
             raise ShapesError(f"roles of expected must be those of cells ({sorted(cells)}), got {sorted(expected)}")
         self.predicted = sum(expected.values())
@@ -47,7 +47,7 @@ class CompileWatch:
 
     def counts(self) -> dict[str, int]:
         """Graphs compiled so far, by role; all 0 in PyNative mode."""
-        return {role: len(cell.compile_cache) for role, cell in self.cells.items()}
+        return {role: sum(len(cell.compile_cache) for cell in cells) for role, cells in self.cells.items()}
 
     def check(self, shape: str) -> dict[str, int]:
         """Logs every graph compiled since the last look: as normal when predicted, else as a warning.

@@ -25,16 +25,16 @@ class ShapesConfig(BaseModel):
     row_buckets: list[int] | Literal["auto"] | None = Field(
         default=None,
         description="tokens, lengths of rows: an increasing list of multiples of the divisor that ends with "
-        "model.seq_length, or auto: those that cost least on this corpus; for bucketed recipes, and padded with buckets",
+        "model.seq_length, or auto: those that cost least on this corpus; for bucketed recipes, and padded ones "
+        "with buckets",
     )
     token_sizes: list[int] | Literal["auto"] | None = Field(
         default=None,
         description="tokens, sizes of T: an increasing list of multiples of the divisor that ends with "
-        "batch.token_budget, or auto: those that waste least on this corpus; for varlen and packed recipes with buckets",
+        "batch.token_budget, or auto: those that waste least on this corpus; for varlen and packed recipes "
+        "with buckets",
     )
-    num_buckets: int | None = Field(
-        default=None, ge=1, description="the most sizes that auto picks; 8 if left out"
-    )
+    num_buckets: int | None = Field(default=None, ge=1, description="the most sizes that auto picks; 8 if left out")
 
     @model_validator(mode="after")
     def _consistent(self) -> "ShapesConfig":

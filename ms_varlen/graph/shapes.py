@@ -73,6 +73,10 @@ class TokenShapes:
             )
         return shapes
 
+    def of_size(self, size: int) -> "TokenShapes":
+        """One of the static sizes alone: what one graph is told."""
+        return TokenShapes("static", size, size, self.divisor, self.max_segments)
+
     def as_range(self) -> "TokenShapes":
         """Every multiple of the divisor up to the largest size: one graph for all sizes."""
         if self.divisor == self.max:

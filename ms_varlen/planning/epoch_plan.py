@@ -19,7 +19,7 @@ from ms_varlen.planning.batching import row_offsets, token_budget_offsets
 from ms_varlen.planning.cost import CostModel
 from ms_varlen.planning.packing import pack_shuffled
 from ms_varlen.planning.remainder import TrainedSet, original_ids
-from ms_varlen.planning.windows import bucketed_batches, windowed_batches
+from ms_varlen.planning.windows import bucket_rows, bucketed_batches, windowed_batches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,14 +123,14 @@ class EpochPlan:
 
 
 def _micro_batches(lengths: np.ndarray, settings: PlanSettings, epoch: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Order and offsets of an epoch's micro-batches; without an epoch, in the samples' own order where that is possible."""
+    """Order and offsets of an epoch's micro-batches; without an epoch, as near as may be in the samples' own order."""
     rng = None if epoch is None else np.random.default_rng([settings.seed, epoch])
     if settings.policy == "packed" and rng is not None:
         return pack_shuffled(lengths, settings.size, settings.max_segments, rng)
     order = np.arange(lengths.size) if rng is None else rng.permutation(lengths.size)
     row_lengths = np.array(settings.row_lengths)
     if settings.policy == "bucketed":
-        rows = np.minimum(settings.size // row_lengths, settings.max_segments)
+        rows = bucket_rows(row_lengths, settings.size, settings.max_segments)
         return bucketed_batches(lengths, order, row_lengths, rows, rng)[:2]
     if settings.policy == "rows":
         if settings.window is None or rng is None:
@@ -146,14 +146,15 @@ def _balanced(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The same steps, dealt over ranks so that each has about the same work."""
     cost = CostModel(1.0, settings.quadratic_cost)
-    if settings.policy in ("token_budget", "packed"):
+    if settings.policy == "token_budget":
         grid = StepGrid(settings.world_size, settings.micro_batches, settings.size, settings.max_segments)
         return balance_plan(lengths, cost.cost(lengths), order, offsets, grid)
-    # Rows of one length belong together, so whole micro-batches are dealt.
-    longest = np.maximum.reduceat(lengths[order], offsets[:-1]).astype(np.float64)
-    batches = balance_micro_batches(
-        cost.cost(longest) * np.diff(offsets), settings.world_size, settings.micro_batches
-    )
+    # Rows of one length, or samples that fit together, stay together: whole micro-batches are dealt.
+    if settings.policy == "packed":
+        costs = np.add.reduceat(cost.cost(lengths[order]), offsets[:-1])
+    else:
+        costs = cost.cost(np.maximum.reduceat(lengths[order], offsets[:-1])) * np.diff(offsets)
+    batches = balance_micro_batches(costs, settings.world_size, settings.micro_batches)
     parts = [order[offsets[batch] : offsets[batch + 1]] for batch in batches]
     return np.concatenate(parts), np.append(0, np.cumsum([part.size for part in parts]))
 
@@ -165,12 +166,15 @@ class EpochPlans:
         lengths: [n] ints, tokens per sample.
         lengths_fingerprint: a hash of them.
         settings: see `PlanSettings`.
+    Attributes:
+        lengths: as given.
+        fingerprint: of the lengths and the settings.
     """
 
     def __init__(self, lengths: np.ndarray, lengths_fingerprint: str, settings: PlanSettings):
         self.settings = settings
         self.fingerprint = settings.fingerprint(lengths_fingerprint)
-        self._lengths, self._lengths_fingerprint = lengths, lengths_fingerprint
+        self.lengths, self._lengths_fingerprint = lengths, lengths_fingerprint
         self._plans: dict[int, EpochPlan] = {}
         self._remainder: tuple[int, TrainedSet] | None = None
 
@@ -181,7 +185,7 @@ class EpochPlans:
             remaining = None
             if self._remainder is not None and self._remainder[0] == epoch:
                 remaining = self._remainder[1].remaining_ids()
-            plan = EpochPlan(self._lengths, self.settings, epoch, remaining)
+            plan = EpochPlan(self.lengths, self.settings, epoch, remaining)
             kept = {e: p for e, p in self._plans.items() if e == epoch - 1}
             self._plans = {**kept, epoch: plan}
         return plan
@@ -194,7 +198,7 @@ class EpochPlans:
     def _before(self, epoch: int) -> TrainedSet:
         if self._remainder is not None and self._remainder[0] == epoch:
             return self._remainder[1]
-        return TrainedSet.none(self._lengths.size, self._lengths_fingerprint)
+        return TrainedSet.none(self.lengths.size, self._lengths_fingerprint)
 
     def start(self) -> PlanState:
         """The place before the first step."""
@@ -235,8 +239,8 @@ class EpochPlans:
         """
         if values["fingerprint"] != self.fingerprint:
             raise CheckpointError(
-                f"plan.fingerprint must be {self.fingerprint} (this corpus and these batch settings), the checkpoint has "
-                f"{values['fingerprint']}; resume with the corpus and batch settings it was written with"
+                f"plan.fingerprint must be {self.fingerprint} (this corpus and these batch settings), the checkpoint "
+                f"has {values['fingerprint']}; resume with the corpus and batch settings it was written with"
             )
         if values["trained_before"] is not None:
             self._begin_remainder(
@@ -251,7 +255,7 @@ class EpochPlans:
             CheckpointError: it belongs to another corpus.
         """
         settings = {**values["settings"], "row_lengths": tuple(values["settings"]["row_lengths"])}
-        old = EpochPlans(self._lengths, self._lengths_fingerprint, PlanSettings(**settings))
+        old = EpochPlans(self.lengths, self._lengths_fingerprint, PlanSettings(**settings))
         trained = old.trained(old.resume(values))
         if not trained.count:
             return PlanState(values["epoch"], 0)

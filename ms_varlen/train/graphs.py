@@ -11,12 +11,12 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, ParameterTuple, Tensor, nn
 
 import ms_varlen
 from ms_varlen.checkpoint.store import APPLIED_STEPS
 from ms_varlen.data.dataset import Columns
-from ms_varlen.data.layouts import lay_out
+from ms_varlen.data.layouts import Layout, lay_out
 from ms_varlen.graph.compile_cache import CacheUse, compile_cache, fingerprint
 from ms_varlen.graph.compile_watch import CompileWatch
 from ms_varlen.graph.config import GraphConfig
@@ -43,24 +43,26 @@ class AttentionPath:
     Attributes:
         attend: ``attend(q_TND, k_TND, v_TND, lengths)``.
         columns: makes the columns of `lengths` from a micro-batch's lengths.
-        declared: the same columns as tensors without data, in the order of `lengths`.
+        declared: the same columns as tensors without data, in the order of `lengths`, for the sizes of a graph.
         name: for the log and the compile cache.
     """
 
     attend: Attend
     columns: Callable[[SeqLens], Columns]
-    declared: Mapping[str, Tensor]
+    declared: Callable[[TokenShapes], Mapping[str, Tensor]]
     name: str
 
 
-def varlen_path(shapes: TokenShapes) -> AttentionPath:
+def varlen_path() -> AttentionPath:
     """`varlen_attention` with the body in use, its ends declared with the shapes' limit of segments."""
     body = body_in_use()
-    declared = declared_columns(body, shapes.max if shapes.kind == "static" else None)
-    ends = declared_inputs(shapes, {"actual_seq_qlen": "G"})[0]
-    return AttentionPath(
-        varlen_attention, functools.partial(attention_columns, body=body), declared | {"actual_seq_qlen": ends}, body
-    )
+
+    def declared(shapes: TokenShapes) -> dict[str, Tensor]:
+        ends = declared_inputs(shapes, {"actual_seq_qlen": "G"})[0]
+        columns = declared_columns(body, None if shapes.kind == "range" else shapes.max)
+        return columns | {"actual_seq_qlen": ends}
+
+    return AttentionPath(varlen_attention, functools.partial(attention_columns, body=body), declared, body)
 
 
 class TrainingGraphs:
@@ -78,7 +80,8 @@ class TrainingGraphs:
     def __init__(self, workload: Workload, target: str, attention: AttentionPath | None = None):
         recipe, config = workload.recipe, workload.model_config
         self._workload = workload
-        self.attention = attention or varlen_path(workload.shapes)
+        self.attention = attention or varlen_path()
+        self._attention_names = tuple(self.attention.declared(workload.shapes))
         dtype = "bfloat16" if target == ASCEND else "float32"
         check_attention_limits(
             config.num_attention_heads,
@@ -97,10 +100,17 @@ class TrainingGraphs:
             seed=recipe.train.seed,
         )
         net = CausalLMLoss(model)
-        self.accumulate_cell = AccumulateGradients(net)
+        weights = ParameterTuple(net.trainable_params())
+        accumulated = weights.clone("accumulated", init="zeros")
+        # One cell for each static size of T (`set_inputs` is per cell), or one for a range.
+        self._accumulate_cells = {
+            size: AccumulateGradients(net, weights, accumulated) for size in workload.shapes.sizes or (None,)
+        }
+        self.accumulate_cell = next(iter(self._accumulate_cells.values()))
         self.apply_cell = ApplyGradients(self.accumulate_cell.weights, self.accumulate_cell.accumulated, recipe.train)
         self.evaluate_cell = EvaluateLoss(net)
-        self.accumulate_cell.set_train()
+        for cell in self._accumulate_cells.values():
+            cell.set_train()
         self.evaluate_cell.set_train(False)
         self._watch = self._declare()
         self.versions = {
@@ -113,28 +123,37 @@ class TrainingGraphs:
 
     def _declare(self) -> CompileWatch:
         """Tell each cell its sizes and predict its graphs."""
-        graph, expected = self._workload.recipe.graph, predicted_graphs(self._workload)
-        roles: dict[str, nn.Cell] = {
-            "train": self.accumulate_cell,
-            "apply": self.apply_cell,
-            "eval": self.evaluate_cell,
-        }
-        self._cells = {role: roles[role] for role in expected}
+        workload = self._workload
+        graph, expected = workload.recipe.graph, predicted_graphs(workload)
         if graph.mode == "graph":
-            for role in self._cells.keys() - {"apply"}:
-                tokens = declared_inputs(self._workload.shapes, dict.fromkeys(TOKEN_COLUMNS, "T"))
-                self._cells[role].set_inputs(*tokens, *self.attention.declared.values())
-        return CompileWatch(self._cells, expected, graph.max_graphs)
+            for size, cell in self._accumulate_cells.items():
+                self._set_inputs(cell, workload.shapes if size is None else workload.shapes.of_size(size))
+            self._set_inputs(self.evaluate_cell, workload.eval_shapes)
+        roles = {
+            "train": tuple(self._accumulate_cells.values()),
+            "apply": (self.apply_cell,),
+            "eval": (self.evaluate_cell,),
+        }
+        self._roles = {role: roles[role] for role in expected}
+        return CompileWatch(self._roles, expected, graph.max_graphs)
+
+    def _set_inputs(self, cell: nn.Cell, shapes: TokenShapes) -> None:
+        tokens = declared_inputs(shapes, dict.fromkeys(TOKEN_COLUMNS, "T"))
+        cell.set_inputs(*tokens, *self.attention.declared(shapes).values())
 
     def compile(self) -> None:
         """Compile every graph, in a fixed order; `compile_graphs` puts the compile cache around it."""
-        for role, cell in self._cells.items():
-            if role == "apply":
-                cell.compile(*_scalars(0.0, 1.0, 0.0, 0.0))
-            else:
-                for tokens in self._workload.shapes.sizes or (self._workload.shapes.max,):
-                    cell.compile(*self._tensors(self._made_up_micro_batch(tokens)))
-            self._watch.check("fixed shapes" if role == "apply" else self._workload.shapes.describe())
+        workload = self._workload
+        for size, cell in self._accumulate_cells.items():
+            tokens = workload.shapes.max if size is None else size
+            cell.compile(*self._tensors(self._made_up_micro_batch(workload.layout, tokens)))
+            self._watch.check(workload.shapes.describe() if size is None else f"T={size}")
+        self.apply_cell.compile(*_scalars(0.0, 1.0, 0.0, 0.0))
+        self._watch.check("fixed shapes")
+        if "eval" in self._roles:
+            eval_batch = self._made_up_micro_batch(workload.eval_layout, workload.eval_shapes.max)
+            self.evaluate_cell.compile(*self._tensors(eval_batch))
+            self._watch.check(workload.eval_shapes.describe())
 
     def parts(self) -> dict[str, Any]:
         """What the graphs are made of; data, schedule and folders are not among it."""
@@ -148,20 +167,21 @@ class TrainingGraphs:
             "jit_level": resolved["graph"]["jit_level"],
             "device": resolved["device"],
             "attention": self.attention.name,
-            "roles": list(self._cells),
+            "roles": list(self._roles),
         }
 
-    def _made_up_micro_batch(self, tokens: int) -> Columns:
+    def _made_up_micro_batch(self, layout: Layout, tokens: int) -> Columns:
         """Columns of the right shapes for a graph of this T; compiling looks at nothing else."""
-        lens = self._workload.layout.made_up(tokens)
+        lens = layout.made_up(tokens)
         return {**lay_out(lens, np.zeros(lens.real_tokens, np.int32), 0), **self.attention.columns(lens)}
 
     def _tensors(self, columns: Columns) -> tuple[Tensor, ...]:
-        return tuple(Tensor(columns[name]) for name in (*TOKEN_COLUMNS, *self.attention.declared))
+        return tuple(Tensor(columns[name]) for name in (*TOKEN_COLUMNS, *self._attention_names))
 
     def accumulate(self, columns: Columns) -> Tensor:
         """Add a micro-batch's gradient; () fp32, its summed loss."""
-        loss_sum = self.accumulate_cell(*self._tensors(columns))
+        cell = self._accumulate_cells.get(columns["input_ids"].size, self.accumulate_cell)
+        loss_sum = cell(*self._tensors(columns))
         self._watch.check(f"T={columns['input_ids'].size}")
         return loss_sum
 

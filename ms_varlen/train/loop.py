@@ -51,7 +51,7 @@ class TrainingLoop:
         self._recipe = workload.recipe
         store = workload.store
         self._train_batches = MicroBatches(store.train, workload.layout, store.pad_id, graphs.attention.columns)
-        self._eval_batches = MicroBatches(store.eval, workload.layout, store.pad_id, graphs.attention.columns)
+        self._eval_batches = MicroBatches(store.eval, workload.eval_layout, store.pad_id, graphs.attention.columns)
         self._step, self._state, self._skipped = 0, workload.plans.start(), Skipped()
         if run.checkpoint is not None:
             self._load(run.checkpoint)
@@ -61,7 +61,7 @@ class TrainingLoop:
         self._graphs.load(checkpoint.model, checkpoint.optimizer)
         saved = checkpoint.state
         self._step = checkpoint.step
-        self._state = PlanState.from_dict(saved["plan"], self._workload.plans.fingerprint)
+        self._state = self._workload.plans.resume(saved["plan"])
         self._skipped = Skipped(**saved["skipped"])
 
     @property
@@ -168,7 +168,7 @@ class TrainingLoop:
             model,
             optimizer,
             state={
-                "plan": self._state.to_dict(),
+                "plan": self._workload.plans.to_dict(self._state),
                 "skipped": dataclasses.asdict(self._skipped),
                 "seed": recipe.train.seed,
                 "ledger": self.ledger(),

@@ -18,12 +18,11 @@ from ms_varlen.checkpoint.config import CheckpointConfig
 from ms_varlen.data.config import DataConfig
 from ms_varlen.errors import RecipeError
 from ms_varlen.graph.config import GraphConfig, ShapesConfig
-from ms_varlen.graph.shapes import TokenShapes
 from ms_varlen.models.config import ModelConfig
 from ms_varlen.planning.config import BatchConfig
 from ms_varlen.train.config import DeviceConfig, TrainConfig
 from ms_varlen.train.recipe_faults import field_faults, key_paths, section_class, unknown_key
-from ms_varlen.train.recipe_rules import largest_tokens, rule_faults
+from ms_varlen.train.recipe_rules import rule_faults
 from ms_varlen.train.recipe_yaml import Fault, apply_overrides, read_recipe_file
 
 
@@ -35,8 +34,8 @@ class Recipe(BaseModel):
     mode: Literal["padded", "bucketed", "packed", "varlen"] = Field(
         default="varlen",
         description="padded: a row for each sequence, padded at the right and attended to as a whole (the baseline); "
-        "bucketed: rows of similar length, attention counts real tokens; packed: sequences one after another, chosen so "
-        "that micro-batches are full; varlen: sequences one after another in shuffled order",
+        "bucketed: rows of similar length, attention counts real tokens; packed: sequences one after another, chosen "
+        "so that micro-batches are full; varlen: sequences one after another in shuffled order",
     )
     data: DataConfig
     batch: BatchConfig = Field(default_factory=BatchConfig)
@@ -46,12 +45,6 @@ class Recipe(BaseModel):
     graph: GraphConfig = Field(default_factory=GraphConfig)
     checkpoint: CheckpointConfig
     device: DeviceConfig = Field(default_factory=DeviceConfig)
-
-    def token_shapes(self) -> TokenShapes:
-        """The sizes of T, for the layouts and for the graphs alike."""
-        tokens = largest_tokens(self.mode, self.batch.token_budget, self.batch.rows, self.model.seq_length)
-        assert tokens is not None, "the rules of a recipe see to it"
-        return TokenShapes.from_config(self.shapes, tokens, self.batch.max_segments)
 
     def resolved(self) -> dict[str, Any]:
         """Plain nested values with every default filled in: what ``recipe.yaml`` holds and fingerprints are made of.

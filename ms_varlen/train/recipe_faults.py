@@ -15,7 +15,7 @@ _BATCH = ("batch.token_budget", "batch.rows")
 _CARRIED = "the data set carries lengths to attention by itself; model.variable_seq_lengths switches that"
 
 BROUGHT_NAMES: dict[str, tuple[tuple[str, ...], str]] = {
-    **dict.fromkeys(("length_buckets", "bucket_boundaries", "buckets"), (_SIZES, "")),
+    **dict.fromkeys(("length_buckets", "bucket_boundaries", "buckets"), (("shapes.kind", "shapes.row_buckets"), "")),
     **dict.fromkeys(("dynamic_shape_config", "set_dynamic_shape", "dynamic_shape", "dynamic_batch"), (_SIZES, "")),
     **dict.fromkeys(("actual_seq_lengths", "actual_seq_length", "actual_seq_len"), ((), _CARRIED)),
     **dict.fromkeys(("actual_seq_qlen", "actual_seq_kvlen", "seq_lens", "cu_seqlens"), ((), _CARRIED)),

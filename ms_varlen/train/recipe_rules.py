@@ -173,14 +173,17 @@ def has_row_buckets(mode: str, kind: str) -> bool:
     return mode == "bucketed" or (mode == "padded" and kind == "buckets")
 
 
-def _sizes_are_in_order(divisor: int, seq_length: int, row_buckets: list[int] | str | None) -> Iterator[Fault]:
-    yield from _list_faults("shapes.row_buckets", row_buckets, divisor, "model.seq_length", seq_length)
+def _row_buckets_are_in_order(
+    kind: str, mode: str, divisor: int, seq_length: int, row_buckets: list[int] | str | None
+) -> Iterator[Fault]:
+    if has_row_buckets(mode, kind):
+        yield from _list_faults("shapes.row_buckets", row_buckets, divisor, "model.seq_length", seq_length)
 
 
 def _token_sizes_are_in_order(
-    divisor: int, mode: str, budget: int | None, token_sizes: list[int] | str | None
+    kind: str, divisor: int, mode: str, budget: int | None, token_sizes: list[int] | str | None
 ) -> Iterator[Fault]:
-    if mode != "padded" and budget is not None:
+    if kind == "buckets" and mode in ("varlen", "packed") and budget is not None:
         yield from _list_faults("shapes.token_sizes", token_sizes, divisor, "batch.token_budget", budget)
 
 
@@ -346,8 +349,8 @@ RULES: tuple[tuple[Callable[..., Iterator[Fault]], tuple[str, ...]], ...] = (
     (_window_fits_mode, ("mode", "batch.window", "batch.pad_to")),
     (_rows_have_their_lengths, ("shapes.kind", "mode", "batch.pad_to")),
     (_sizes_fit_mode, ("shapes.kind", "mode", "shapes.row_buckets", "shapes.token_sizes")),
-    (_sizes_are_in_order, ("shapes.divisor", "model.seq_length", "shapes.row_buckets")),
-    (_token_sizes_are_in_order, ("shapes.divisor", "mode", "batch.token_budget", "shapes.token_sizes")),
+    (_row_buckets_are_in_order, ("shapes.kind", "mode", "shapes.divisor", "model.seq_length", "shapes.row_buckets")),
+    (_token_sizes_are_in_order, ("shapes.kind", "shapes.divisor", "mode", "batch.token_budget", "shapes.token_sizes")),
     (
         _num_buckets_is_used,
         ("shapes.kind", "mode", "shapes.row_buckets", "shapes.token_sizes", "shapes.num_buckets"),

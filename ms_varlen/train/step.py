@@ -24,16 +24,14 @@ class AccumulateGradients(nn.Cell):
 
     Args:
         net: ``net(input_ids, labels, position_ids, *lengths)`` -> () fp32, the sum of token losses.
-    Attributes:
         weights: the net's trainable parameters.
         accumulated: one fp32 accumulator per parameter, zero at first.
     """
 
-    def __init__(self, net: nn.Cell):
+    def __init__(self, net: nn.Cell, weights: ParameterTuple, accumulated: ParameterTuple):
         super().__init__(auto_prefix=False)
         self.net = net
-        self.weights = ParameterTuple(net.trainable_params())
-        self.accumulated = self.weights.clone("accumulated", init="zeros")
+        self.weights, self.accumulated = weights, accumulated
         self.gradient = ops.value_and_grad(net, None, self.weights)
         self.hyper_map = ops.HyperMap()
 

@@ -1,7 +1,8 @@
 """What a recipe amounts to before any graph exists: the corpus, the plan, the shapes. Imports no MindSpore."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -9,10 +10,23 @@ from ms_varlen.data.layouts import Layout
 from ms_varlen.data.store import Progress, TokenStore, prepare_store
 from ms_varlen.graph.shapes import TokenShapes
 from ms_varlen.models.config import DecoderConfig
+from ms_varlen.planning.buckets import length_counts, optimal_boundaries
+from ms_varlen.planning.cost import TOKENS, CostModel
 from ms_varlen.planning.epoch_plan import EpochPlan, EpochPlans, PlanSettings, PlanState
 from ms_varlen.planning.ledger import EpochLedger
 from ms_varlen.planning.statistics import length_histogram, length_statistics
+from ms_varlen.planning.windows import bucket_rows, divisor_boundaries
 from ms_varlen.train.recipe import Recipe
+from ms_varlen.train.recipe_rules import has_row_buckets, largest_tokens, tail_segments
+
+DEFAULT_NUM_BUCKETS = 8
+
+POLICIES: dict[str, Literal["token_budget", "packed", "bucketed", "rows"]] = {
+    "padded": "rows",
+    "bucketed": "bucketed",
+    "packed": "packed",
+    "varlen": "token_budget",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +50,16 @@ class Workload:
     plans: EpochPlans
     eval_plan: EpochPlan | None
     model_config: DecoderConfig
+
+    @property
+    def eval_shapes(self) -> TokenShapes:
+        """The sizes of T in evaluation: of many buckets one graph for all of them, since evaluation is seldom."""
+        return self.shapes.as_range() if self.shapes.kind == "buckets" else self.shapes
+
+    @property
+    def eval_layout(self) -> Layout:
+        """The layout with the sizes of evaluation."""
+        return dataclasses.replace(self.layout, shapes=self.eval_shapes)
 
     def schedule(self, start: PlanState, steps: int) -> Iterator[np.ndarray]:
         """Sample ids [B] of every micro-batch of `steps` steps from a place on."""
@@ -96,53 +120,99 @@ def prepare(recipe: Recipe, progress: Progress | None = None) -> Workload:
         DataError: the corpus, the tokenizer or the plan cannot be used.
     """
     store = prepare_store(recipe.data, recipe.model.seq_length, progress)
-    shapes = recipe.token_shapes()
-    settings = plan_settings(recipe, shapes)
+    config = recipe.model.config.with_vocab_size(store.vocab_size)
+    row_lengths = recipe_row_lengths(recipe, store)
+    settings = plan_settings(recipe, row_lengths, CostModel.of_decoder(config))
+    plans = EpochPlans(store.train.lengths, store.train.lengths_fingerprint, settings)
+    shapes = recipe_shapes(recipe, plans, row_lengths)
     eval_settings = dataclasses.replace(settings, micro_batches=1)
     return Workload(
         recipe=recipe,
         store=store,
         shapes=shapes,
-        layout=recipe_layout(recipe, shapes),
-        plans=EpochPlans(store.train.lengths, store.train.lengths_fingerprint, settings),
+        layout=Layout(
+            recipe.mode,
+            shapes,
+            recipe.model.seq_length,
+            rows=recipe.batch.size if recipe.mode == "padded" else 0,
+            row_lengths=row_lengths,
+        ),
+        plans=plans,
         eval_plan=EpochPlan(store.eval.lengths, eval_settings, None) if len(store.eval) else None,
-        model_config=recipe.model.config.with_vocab_size(store.vocab_size),
+        model_config=config,
     )
 
 
-def plan_settings(recipe: Recipe, shapes: TokenShapes) -> PlanSettings:
-    """What a recipe's plans depend on. Segments of the padded tail are kept out of the planner's cap."""
-    batch = recipe.batch
-    padded = recipe.mode == "padded"
+def recipe_row_lengths(recipe: Recipe, store: TokenStore) -> tuple[int, ...]:
+    """Lengths that rows may have, increasing; none where samples lie one after another."""
+    divisor, seq_length = recipe.shapes.divisor, recipe.model.seq_length
+    if recipe.mode in ("varlen", "packed"):
+        return ()
+    if not has_row_buckets(recipe.mode, recipe.shapes.kind):
+        return (
+            (seq_length,) if recipe.batch.pad_to == "max" else tuple(divisor_boundaries(seq_length, divisor).tolist())
+        )
+    if isinstance(recipe.shapes.row_buckets, list):
+        return tuple(recipe.shapes.row_buckets)
+    # Evaluation must fit too, so the longest held-out sample counts as one of the corpus.
+    counts = length_counts(np.append(store.train.lengths, max(store.eval.longest, 1)))
+    num_buckets = recipe.shapes.num_buckets or DEFAULT_NUM_BUCKETS
+    return tuple(optimal_boundaries(counts, TOKENS.cost, num_buckets, divisor).tolist())
+
+
+def plan_settings(recipe: Recipe, row_lengths: tuple[int, ...], cost: CostModel) -> PlanSettings:
+    """What a recipe's plans depend on. Segments that padding forms are kept out of the planner's cap."""
+    batch, mode = recipe.batch, recipe.mode
+    segments = batch.max_segments
+    if mode != "padded":
+        shapes = recipe.shapes
+        segments -= tail_segments(
+            shapes.kind, shapes.min or shapes.divisor, batch.size, shapes.divisor, recipe.model.seq_length
+        )
+    if mode == "bucketed":
+        segments //= 2  # a row is two segments, its sample and its tail
     return PlanSettings(
-        policy="rows" if padded else "token_budget",
+        policy=POLICIES[mode],
         size=batch.size,
-        max_segments=batch.max_segments - (0 if padded else shapes.tail_segments(recipe.model.seq_length)),
+        max_segments=segments,
         micro_batches=batch.micro_batches,
         seed=recipe.train.seed,
+        row_lengths=row_lengths if mode == "bucketed" or batch.window is not None else (),
+        window=batch.window,
+        quadratic_cost=cost.quadratic / cost.linear,
     )
 
 
-def recipe_layout(recipe: Recipe, shapes: TokenShapes) -> Layout:
-    """The layout of a recipe's mode."""
-    if recipe.mode == "varlen":
-        return Layout("varlen", shapes, recipe.model.seq_length)
-    to_batch = recipe.batch.pad_to == "batch"
-    return Layout(
-        "padded",
-        shapes,
-        recipe.model.seq_length,
-        rows=recipe.batch.size,
-        row_divisor=recipe.shapes.divisor if to_batch else None,
-    )
+def recipe_shapes(recipe: Recipe, plans: EpochPlans, row_lengths: tuple[int, ...]) -> TokenShapes:
+    """The sizes of T, for the layouts and for the graphs alike; `auto` sizes waste least on the plan of epoch 0."""
+    tokens = largest_tokens(recipe.mode, recipe.batch.token_budget, recipe.batch.rows, recipe.model.seq_length)
+    assert tokens is not None, "the rules of a recipe see to it"
+    sizes: Sequence[int] = ()
+    if recipe.shapes.kind == "buckets":
+        if recipe.mode == "padded":
+            sizes = [recipe.batch.size * row_length for row_length in row_lengths]
+            tokens = sizes[-1]
+        elif recipe.mode == "bucketed":
+            rows = bucket_rows(np.array(row_lengths), recipe.batch.size, plans.settings.max_segments)
+            sizes = (rows * np.array(row_lengths)).tolist()
+            tokens = max(sizes)
+        elif isinstance(recipe.shapes.token_sizes, list):
+            sizes = recipe.shapes.token_sizes
+        else:
+            plan = plans.epoch(0)
+            needed = np.add.reduceat(plans.lengths[plan.order], plan.offsets[:-1], dtype=np.int64)
+            # Another epoch may fill a micro-batch further, so the budget is one of the sizes.
+            counts = length_counts(np.append(needed, tokens))
+            num_buckets = recipe.shapes.num_buckets or DEFAULT_NUM_BUCKETS
+            sizes = optimal_boundaries(counts, TOKENS.cost, num_buckets, recipe.shapes.divisor).tolist()
+    return TokenShapes.from_config(recipe.shapes, tokens, recipe.batch.max_segments, sizes)
 
 
 def predicted_graphs(workload: Workload) -> dict[str, int]:
     """The number of graphs that a run compiles, by role."""
-    per_cell = workload.shapes.predicted_graphs
-    graphs = {"train": per_cell, "apply": 1}
+    graphs = {"train": workload.shapes.predicted_graphs, "apply": 1}
     if workload.recipe.train.eval_every is not None and workload.eval_plan is not None:
-        graphs["eval"] = per_cell
+        graphs["eval"] = workload.eval_shapes.predicted_graphs
     return graphs
 
 
