@@ -13,11 +13,12 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -26,9 +27,10 @@ from rich.table import Table
 from ms_varlen.errors import VarlenError
 from ms_varlen.train.recipe import load_recipe, recipe_schema
 
-HELP = """Train language models on sequences of very different lengths: plan, train, align.
+HELP = """Train language models on sequences of very different lengths: look, plan, train, align.
 
 \b
+ms-varlen stats pydoc
 ms-varlen plan recipes/quickstart.yaml
 ms-varlen train recipes/quickstart.yaml train.steps=20
 ms-varlen align recipes/align_cpu.yaml --steps 20
@@ -117,24 +119,66 @@ def train_command(recipe: RecipeArgument, overrides: Overrides = None, as_json: 
     )
 
 
+@app.command("stats")
+def stats_command(
+    target: Annotated[
+        str, typer.Argument(metavar="SOURCE|RECIPE", help="What data.source takes (pydoc, a .jsonl file), or a .yaml.")
+    ],
+    overrides: Overrides = None,
+    tokenizer: Annotated[str | None, typer.Option(help="For a SOURCE: as data.tokenizer; default bytes.")] = None,
+    seq_length: Annotated[
+        int | None, typer.Option(min=2, help="For a SOURCE: most tokens of a sample; default 2048.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="HTML page to write.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show how long a corpus's documents are, what each mode would waste on them, and what to choose."""
+    from ms_varlen.diagnose.planning_pages import stats_tables, write_stats_page
+    from ms_varlen.diagnose.stats import corpus_stats, stats_recipe
+
+    recipe = stats_recipe(target, tokenizer, seq_length, overrides or [])
+    with _progress() as bars:
+        result = corpus_stats(target, recipe, _store_bar(bars))
+    if report is not None:
+        result["report"] = str(write_stats_page(result, report))
+    if as_json:
+        print(json.dumps(result, allow_nan=False))
+        return
+    for table in stats_tables(result):
+        _print_columns(table.title, list(table.head), table.rows, list(table.notes), table.wide)
+    _print_refused(result["refused"])
+
+
 @app.command("plan")
-def plan_command(recipe: RecipeArgument, overrides: Overrides = None, as_json: Json = False) -> None:
-    """Show what a recipe would run: steps, sizes, graphs, padding, lengths, ledger. Needs no MindSpore."""
+def plan_command(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    world_size: Annotated[int, typer.Option(min=1, help="Ranks to plan for.")] = 1,
+    report: Annotated[Path | None, typer.Option(help="HTML page to write.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what a recipe would run: steps, sizes, graphs, padding, balance, ledger, and advice. Needs no MindSpore."""
     loaded = load_recipe(recipe, overrides or [])
+    from ms_varlen.diagnose.planning_pages import plan_tables, write_plan_page
+    from ms_varlen.diagnose.stats import plan_advice
     from ms_varlen.train.workload import describe_plan, prepare
 
     with _progress() as bars:
-        plan = describe_plan(prepare(loaded, _store_bar(bars)))
+        workload = prepare(loaded, _store_bar(bars), world_size)
+    plan = describe_plan(workload) | plan_advice(loaded, workload.store, world_size)
+    if report is not None:
+        plan["report"] = str(write_plan_page(recipe.name, workload, plan, report))
     if as_json:
         print(json.dumps(plan, allow_nan=False))
         return
-    lengths = {key: value for key, value in plan.pop("lengths").items() if key != "histogram"}
-    ledger = plan.pop("ledger")
+    lengths = {key: value for key, value in plan["lengths"].items() if key != "histogram"}
     _print_table("lengths of the training samples, tokens", lengths)
-    _print_table("documents and tokens in cleaning", plan.pop("cleaning"))
-    for unit in ledger:
-        _print_table(f"an epoch's {unit}", ledger[unit])
-    _print_table("plan of the first epoch", plan)
+    _print_table("documents and tokens in cleaning", plan["cleaning"])
+    shown_apart = ("lengths", "cleaning", "ledger", "modes", "shares", "windows", "advice", "refused")
+    _print_table("plan of the first epoch", {key: value for key, value in plan.items() if key not in shown_apart})
+    for table in plan_tables(plan):
+        _print_columns(table.title, list(table.head), table.rows, list(table.notes), table.wide)
+    _print_refused(plan["refused"])
 
 
 @app.command("align")
@@ -255,6 +299,26 @@ def _flat(rows: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def _print_columns(title: str, head: list[str], rows: Sequence[Sequence[str]], notes: list[str], wide: bool) -> None:
+    """A table with names in the first column and numbers in the others, or sentences where it is `wide`."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for place, heading in enumerate(head):
+        narrow = 22 if wide and place < len(head) - 1 else None
+        justify: Literal["left", "right"] = "right" if place and not wide else "left"
+        table.add_column(heading, justify=justify, overflow="fold", max_width=narrow)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+    for note in notes:
+        Console().print(note, markup=False, highlight=False, style="dim")
+    Console().print()
+
+
+def _print_refused(refused: dict[str, str]) -> None:
+    for pair, why in refused.items():
+        Console().print(f"not possible here: {pair}: {why}", markup=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Train a recipe; what msrun starts on each rank: ``python scripts/train.py recipes/quickstart.yaml train.steps=20``."""
+"""Train a recipe: ``python scripts/train.py recipes/quickstart.yaml train.steps=20``."""
 
 import sys
 

@@ -160,3 +160,19 @@ def test_targets_are_those_of_the_samples_alone(samples, rows, divisor):
     assert pairs == [pair for s in samples for pair in itertools.pairwise(s)]
     assert isinstance(lens, SeqLens)
     assert lens.real_tokens == sum(map(len, samples))
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 8), min_size=1, max_size=3), min_size=1, max_size=5),
+    st.sampled_from(["padded", "bucketed", "packed", "varlen"]),
+    st.sampled_from([4, 32]),
+)
+def test_squared_tokens_are_those_of_the_segments_laid_out(batches, mode, divisor):
+    rows = {"padded": 3}.get(mode, 0)
+    layout = Layout(mode, Multiples(divisor), 8, rows, (4, 8) if mode in ("padded", "bucketed") else ())
+    lengths = np.array([length for batch in batches for length in batch], np.int32)
+    offsets = np.cumsum([0, *(len(batch) for batch in batches)])
+    laid_out = [layout.place(np.array(batch, np.int32)).segment_lens for batch in batches]
+    expected = [int(np.square(segments, dtype=np.int64).sum()) for segments in laid_out]
+    assert layout.squared_tokens(lengths, offsets).tolist() == expected
+    assert layout.computed_tokens(lengths, offsets).tolist() == [int(segments.sum()) for segments in laid_out]

@@ -73,6 +73,22 @@ class Layout:
         needed, place = np.unique(self.needed_tokens(seq_lens, offsets), return_inverse=True)
         return np.array([self.shapes.size_for(int(tokens)) for tokens in needed], np.int64)[place]
 
+    def squared_tokens(self, seq_lens: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        """Squares of the attention segments of each micro-batch of a plan, padding included, summed: what causal
+        attention's work grows with. [k] int64; arguments as in `needed_tokens`.
+        """
+        needed, computed = self.needed_tokens(seq_lens, offsets), self.computed_tokens(seq_lens, offsets)
+        counts, squares = np.diff(offsets), np.square(seq_lens.astype(np.int64))
+        if self.mode == "padded":
+            segments = needed * (needed // self.rows)
+        elif self.mode == "bucketed":
+            row_lengths = np.repeat(needed // counts, counts)
+            segments = np.add.reduceat(squares + np.square(row_lengths - seq_lens), offsets[:-1])
+        else:
+            segments = np.add.reduceat(squares, offsets[:-1])
+        whole, rest = np.divmod(computed - needed, self.seq_length)
+        return segments + whole * self.seq_length**2 + rest**2
+
     def made_up(self, tokens: int) -> SeqLens:
         """Lengths of a micro-batch of T = `tokens` that holds one token, for compiling a graph."""
         if self.mode == "padded":

@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from ms_varlen.planning.cost import CostModel
+
 MAX_BINS = 60
 
 
@@ -44,3 +46,47 @@ def length_histogram(lengths: np.ndarray) -> dict:
         edges.append(edges[-1] + int(np.ceil(round(edges[-1] * growth, 6))))
     counts, _ = np.histogram(lengths, edges)
     return {"edges": edges, "counts": counts.tolist()}
+
+
+def length_cumulative(lengths: np.ndarray, edges: list[int]) -> dict:
+    """How much of a corpus lies in short documents.
+
+    Args:
+        lengths: [n] ints >= 1, tokens per document, n >= 1.
+        edges: [k+1] bounds of the bins of `length_histogram`.
+    Returns:
+        `lengths` [k], the longest of each bin; `documents` and `tokens` [k], the share of those up to it.
+    """
+    counts, _ = np.histogram(lengths, edges)
+    tokens, _ = np.histogram(lengths, edges, weights=lengths.astype(np.float64))
+    return {
+        "lengths": [edge - 1 for edge in edges[1:]],
+        "documents": (np.cumsum(counts) / counts.sum()).tolist(),
+        "tokens": (np.cumsum(tokens) / tokens.sum()).tolist(),
+    }
+
+
+def cut_at(lengths: np.ndarray, limit: int, cost: CostModel) -> dict:
+    """What cutting every document at `limit` tokens loses and saves.
+
+    Args:
+        lengths: [n] ints, tokens per document, n >= 1.
+        limit: the most tokens that are kept.
+        cost: of a sequence.
+    Returns:
+        `limit`; documents and tokens cut, also as shares; and the shares of FLOPs saved where each document is padded
+        to the longest allowed (`saved_padded`) and where nothing is padded (`saved_varlen`).
+    """
+    kept = np.minimum(lengths, limit)
+    longest, documents = int(lengths.max()), lengths.size
+    total, rest = int(lengths.sum(dtype=np.int64)), int(kept.sum(dtype=np.int64))
+    cut = int(np.count_nonzero(lengths > limit))
+    return {
+        "limit": limit,
+        "documents_cut": cut,
+        "documents_cut_share": cut / documents,
+        "tokens_cut": total - rest,
+        "tokens_cut_share": 1 - rest / total,
+        "saved_padded": 1 - cost.padded(documents, min(limit, longest)) / cost.padded(documents, longest),
+        "saved_varlen": 1 - float(cost.cost(kept).sum()) / float(cost.cost(lengths).sum()),
+    }

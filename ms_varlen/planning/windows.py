@@ -14,7 +14,7 @@ A length equal to a boundary belongs to that boundary. Every sample is in exactl
 A million samples take 0.1 s; a window of millions costs 5 us a micro-batch more.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -163,6 +163,40 @@ def length_mixing(lengths: np.ndarray, order: np.ndarray, offsets: np.ndarray) -
     total = float(spread @ spread)
     between = float((np.add.reduceat(spread, offsets[:-1]) ** 2 / counts).sum())
     return (1 - between / total) / within_by_chance
+
+
+def window_trade(
+    lengths: np.ndarray, rows: int, row_lengths: np.ndarray, windows: Sequence[int], per_step: int, seed: int
+) -> list[dict[str, float]]:
+    """What sorting within windows saves and costs, for rows padded to the longest of their micro-batch.
+
+    Args:
+        lengths: [n] ints, tokens per sample.
+        rows: samples of a micro-batch.
+        row_lengths: [K] ints, ascending, the lengths that rows are padded to.
+        windows: samples that are sorted together.
+        per_step: micro-batches of a step, over all ranks.
+        seed: of the shuffle.
+    Returns:
+        for each window `window`, `batch_overhead`, `length_mixing` and `length_mixing_of_steps`.
+    """
+    found = []
+    for window in windows:
+        rng = np.random.default_rng(seed)
+        budget = rows * int(row_lengths[-1])  # any row length leaves room for `rows` of them: the count decides
+        order, offsets = windowed_batches(
+            lengths, rng.permutation(lengths.size), window, budget, rows, row_lengths, rng
+        )
+        step_offsets = np.unique(np.append(offsets[::per_step], offsets[-1]))
+        found.append(
+            {
+                "window": window,
+                "batch_overhead": batch_overhead(lengths, order, offsets, row_lengths),
+                "length_mixing": length_mixing(lengths, order, offsets),
+                "length_mixing_of_steps": length_mixing(lengths, order, step_offsets),
+            }
+        )
+    return found
 
 
 def _refuse_too_long(rows: np.ndarray, sizes: np.ndarray, order: np.ndarray, setting: str, limit: int) -> None:

@@ -129,7 +129,7 @@ class TrainingGraphs:
             for size, cell in self._accumulate_cells.items():
                 self._set_inputs(cell, workload.shapes if size is None else workload.shapes.of_size(size))
             self._set_inputs(self.evaluate_cell, workload.eval_shapes)
-        roles = {
+        roles: dict[str, tuple[nn.Cell, ...]] = {
             "train": tuple(self._accumulate_cells.values()),
             "apply": (self.apply_cell,),
             "eval": (self.evaluate_cell,),

@@ -10,12 +10,13 @@ from ms_varlen.data.layouts import Layout
 from ms_varlen.data.store import Progress, TokenStore, prepare_store
 from ms_varlen.graph.shapes import TokenShapes
 from ms_varlen.models.config import DecoderConfig
+from ms_varlen.planning.balance import imbalance
 from ms_varlen.planning.buckets import length_counts, optimal_boundaries
 from ms_varlen.planning.cost import TOKENS, CostModel
 from ms_varlen.planning.epoch_plan import EpochPlan, EpochPlans, PlanSettings, PlanState
 from ms_varlen.planning.ledger import EpochLedger
 from ms_varlen.planning.statistics import length_histogram, length_statistics
-from ms_varlen.planning.windows import bucket_rows, divisor_boundaries
+from ms_varlen.planning.windows import batch_overhead, bucket_rows, divisor_boundaries, length_mixing
 from ms_varlen.train.recipe import Recipe
 from ms_varlen.train.recipe_rules import has_row_buckets, largest_tokens, tail_segments
 
@@ -110,40 +111,64 @@ class Workload:
         return {"tokens": tokens, "samples": samples}
 
 
-def prepare(recipe: Recipe, progress: Progress | None = None) -> Workload:
+def prepare(recipe: Recipe, progress: Progress | None = None, world_size: int = 1) -> Workload:
     """Open or build the token store of a recipe and plan on it.
 
     Args:
         recipe: a valid recipe.
         progress: called while a store is built; see `prepare_store`.
+        world_size: ranks to plan for.
     Raises:
         DataError: the corpus, the tokenizer or the plan cannot be used.
     """
-    store = prepare_store(recipe.data, recipe.model.seq_length, progress)
+    return prepare_on(recipe, prepare_store(recipe.data, recipe.model.seq_length, progress), world_size)
+
+
+def prepare_on(recipe: Recipe, store: TokenStore, world_size: int = 1) -> Workload:
+    """Plan on the token store that the recipe's `data` and `model.seq_length` ask for; see `prepare`."""
     config = recipe.model.config.with_vocab_size(store.vocab_size)
-    row_lengths = recipe_row_lengths(recipe, store)
-    settings = plan_settings(recipe, row_lengths, CostModel.of_decoder(config))
-    plans = EpochPlans(store.train.lengths, store.train.lengths_fingerprint, settings)
-    shapes = recipe_shapes(recipe, plans, row_lengths)
-    eval_settings = dataclasses.replace(settings, micro_batches=1)
+    lengths = SampleLengths(store.train.lengths, store.train.lengths_fingerprint, store.eval.longest)
+    plans, shapes, layout = plan_lengths(recipe, lengths, CostModel.of_decoder(config), world_size)
+    eval_settings = dataclasses.replace(plans.settings, micro_batches=1, world_size=1)
     return Workload(
         recipe=recipe,
         store=store,
         shapes=shapes,
-        layout=Layout(
-            recipe.mode,
-            shapes,
-            recipe.model.seq_length,
-            rows=recipe.batch.size if recipe.mode == "padded" else 0,
-            row_lengths=row_lengths,
-        ),
+        layout=layout,
         plans=plans,
         eval_plan=EpochPlan(store.eval.lengths, eval_settings, None) if len(store.eval) else None,
         model_config=config,
     )
 
 
-def recipe_row_lengths(recipe: Recipe, store: TokenStore) -> tuple[int, ...]:
+@dataclasses.dataclass(frozen=True)
+class SampleLengths:
+    """The lengths that a plan is made from.
+
+    Attributes:
+        train: [n] ints, tokens per sample.
+        fingerprint: a hash of them.
+        longest_held_out: of the samples for evaluation, in tokens; 0 without any.
+    """
+
+    train: np.ndarray
+    fingerprint: str
+    longest_held_out: int
+
+
+def plan_lengths(
+    recipe: Recipe, lengths: SampleLengths, cost: CostModel, world_size: int = 1
+) -> tuple[EpochPlans, TokenShapes, Layout]:
+    """The plans of a recipe on some lengths, the sizes of T, and how micro-batches are laid out."""
+    row_lengths = recipe_row_lengths(recipe, lengths)
+    settings = dataclasses.replace(plan_settings(recipe, row_lengths, cost), world_size=world_size)
+    plans = EpochPlans(lengths.train, lengths.fingerprint, settings)
+    shapes = recipe_shapes(recipe, plans, row_lengths)
+    rows = recipe.batch.size if recipe.mode == "padded" else 0
+    return plans, shapes, Layout(recipe.mode, shapes, recipe.model.seq_length, rows=rows, row_lengths=row_lengths)
+
+
+def recipe_row_lengths(recipe: Recipe, lengths: SampleLengths) -> tuple[int, ...]:
     """Lengths that rows may have, increasing; none where samples lie one after another."""
     divisor, seq_length = recipe.shapes.divisor, recipe.model.seq_length
     if recipe.mode in ("varlen", "packed"):
@@ -155,7 +180,7 @@ def recipe_row_lengths(recipe: Recipe, store: TokenStore) -> tuple[int, ...]:
     if isinstance(recipe.shapes.row_buckets, list):
         return tuple(recipe.shapes.row_buckets)
     # Evaluation must fit too, so the longest held-out sample counts as one of the corpus.
-    counts = length_counts(np.append(store.train.lengths, max(store.eval.longest, 1)))
+    counts = length_counts(np.append(lengths.train, max(lengths.longest_held_out, 1)))
     num_buckets = recipe.shapes.num_buckets or DEFAULT_NUM_BUCKETS
     return tuple(optimal_boundaries(counts, TOKENS.cost, num_buckets, divisor).tolist())
 
@@ -216,25 +241,37 @@ def predicted_graphs(workload: Workload) -> dict[str, int]:
     return graphs
 
 
+def epoch_batches(plans: EpochPlans) -> tuple[np.ndarray, np.ndarray, EpochPlan]:
+    """The whole steps of epoch 0: the lengths of their samples in order, and the offsets of their micro-batches."""
+    plan = plans.epoch(0)
+    offsets = plan.offsets[: plan.num_steps * plans.settings.per_step + 1]
+    return np.asarray(plans.lengths)[plan.order[: offsets[-1]]], offsets, plan
+
+
+def micro_batch_flops(layout: Layout, cost: CostModel, lengths: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """[k] float64, FLOPs of micro-batches, padding included; arguments as in `Layout.needed_tokens`."""
+    tokens, squared = layout.computed_tokens(lengths, offsets), layout.squared_tokens(lengths, offsets)
+    return cost.linear * tokens + cost.quadratic * squared
+
+
 def describe_plan(workload: Workload) -> dict:
     """What a run of this recipe would do: the numbers of `ms-varlen plan` and of plan.json.
 
     Everything is counted on the plan of epoch 0, not estimated.
     """
     recipe, train = workload.recipe, workload.store.train
-    plan = workload.plans.epoch(0)
-    steps, per_step = plan.num_steps, recipe.batch.micro_batches
-    offsets = plan.offsets[: steps * per_step + 1]
-    lengths = np.asarray(train.lengths)[plan.order[: offsets[-1]]]
+    lengths, offsets, plan = epoch_batches(workload.plans)
+    steps = plan.num_steps
     computed = workload.layout.computed_tokens(lengths, offsets)
     real = int(lengths.sum(dtype=np.int64))
     return {
         "mode": recipe.mode,
         "shapes": dataclasses.asdict(workload.shapes),
         "graphs": predicted_graphs(workload),
+        "world_size": plan.settings.world_size,
         "steps_per_epoch": steps,
         "epochs": round(recipe.train.steps / steps, 3),
-        "micro_batches_per_step": per_step,
+        "micro_batches_per_step": recipe.batch.micro_batches,
         "samples": len(train),
         "eval_samples": len(workload.store.eval),
         "tokens_real": real,
@@ -244,6 +281,8 @@ def describe_plan(workload: Workload) -> dict:
         "padding_overhead": int(computed.sum()) / real - 1,
         "sizes": int(np.unique(computed).size),
         "max_segments_used": int(np.diff(offsets).max()),
+        **_order_numbers(workload, lengths, offsets),
+        **_rank_numbers(workload),
         "lengths": {
             **length_statistics(np.asarray(train.lengths)),
             "histogram": length_histogram(np.asarray(train.lengths)),
@@ -254,4 +293,44 @@ def describe_plan(workload: Workload) -> dict:
         "store": str(workload.store.folder),
         "data_fingerprint": workload.store.fingerprint,
         "plan_fingerprint": workload.plans.fingerprint,
+    }
+
+
+def _order_numbers(workload: Workload, lengths: np.ndarray, offsets: np.ndarray) -> dict[str, float]:
+    """Padding of rows, before T is rounded up, against how well lengths are mixed."""
+    order, row_lengths = np.arange(lengths.size), np.array(workload.layout.row_lengths)
+    per_step = workload.plans.settings.per_step
+    return {
+        "batch_overhead": batch_overhead(lengths, order, offsets, row_lengths) if row_lengths.size else 0.0,
+        "length_mixing": length_mixing(lengths, order, offsets),
+        "length_mixing_of_steps": length_mixing(lengths, order, offsets[::per_step]),
+    }
+
+
+def rank_imbalance(workload: Workload) -> tuple[np.ndarray, np.ndarray]:
+    """How far the slowest rank is over the mean in each step of epoch 0, by computed FLOPs.
+
+    Returns:
+        [steps] float64 as the plan is, and as it was before samples were dealt over the ranks.
+    """
+    settings, plans = workload.plans.settings, workload.plans
+    if settings.world_size == 1:
+        return np.zeros(plans.epoch(0).num_steps), np.zeros(plans.epoch(0).num_steps)
+    alone = EpochPlans(plans.lengths, "", dataclasses.replace(settings, world_size=1))
+    cost, found = CostModel.of_decoder(workload.model_config), []
+    for part in (plans, alone):
+        lengths, offsets, _ = epoch_batches(part)
+        flops = micro_batch_flops(workload.layout, cost, lengths, offsets)
+        whole = flops[: flops.size // settings.per_step * settings.per_step]
+        found.append(imbalance(whole.reshape(-1, settings.world_size, settings.micro_batches).sum(axis=2)))
+    return found[0], found[1]
+
+
+def _rank_numbers(workload: Workload) -> dict[str, float]:
+    after, before = rank_imbalance(workload)
+    return {
+        "imbalance_mean": float(after.mean()),
+        "imbalance_max": float(after.max()),
+        "imbalance_mean_unbalanced": float(before.mean()),
+        "imbalance_max_unbalanced": float(before.max()),
     }

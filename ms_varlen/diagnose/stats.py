@@ -1,0 +1,342 @@
+"""What a corpus looks like, what each mode would waste on it, and what to choose. Imports no MindSpore.
+
+`stats` and `plan` share these numbers; pages are made of them in `planning_pages`.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ms_varlen.data.store import Progress, TokenStore, prepare_store
+from ms_varlen.errors import DataError, RecipeError
+from ms_varlen.graph.shapes import round_up
+from ms_varlen.planning.advice import Pair, Situation, advise, choose_pair
+from ms_varlen.planning.buckets import length_counts
+from ms_varlen.planning.cost import CostModel
+from ms_varlen.planning.statistics import cut_at, length_cumulative, length_histogram, length_statistics
+from ms_varlen.planning.windows import divisor_boundaries, window_trade
+from ms_varlen.planning.work import Calibration, EpochWork
+from ms_varlen.train.recipe import Recipe, load_recipe, parse_recipe
+from ms_varlen.train.recipe_rules import has_row_buckets
+from ms_varlen.train.recipe_yaml import apply_overrides
+from ms_varlen.train.variants import compare_variants, overrides_between, rows_of, sampled, variant
+from ms_varlen.train.workload import DEFAULT_NUM_BUCKETS, SampleLengths
+
+WINDOWS = (100, 1_000, 10_000, 100_000)
+CALIBRATION_FILE = "calibration.json"
+DEFAULT_MODEL = {"architecture": "llama", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+SHARES: dict[str, Pair] = {
+    "padded_to_maximum": ("padded", "static"),
+    "padded_to_batch_maximum": ("padded", "range"),
+    "bucketed": ("bucketed", "range"),
+    "packed": ("packed", "range"),
+    "varlen": ("varlen", "range"),
+}
+"""The ways to lay a corpus out whose real work is compared, by name."""
+
+
+def stats_recipe(target: str, tokenizer: str | None, seq_length: int | None, overrides: Iterable[str]) -> Recipe:
+    """The recipe that `ms-varlen stats` looks at: a file, or a default decoder on a source.
+
+    Args:
+        target: path of a YAML file, or what `data.source` takes.
+        tokenizer: as `data.tokenizer`; "bytes" if None. Only for a source.
+        seq_length: as `model.seq_length`; 2048 if None. Only for a source.
+        overrides: ``section.key=value``.
+    Raises:
+        RecipeError: all faults at once.
+    """
+    if is_recipe(target):
+        given = {"--tokenizer": ("data.tokenizer", tokenizer), "--seq-length": ("model.seq_length", seq_length)}
+        faults = [
+            f"{option}: must be left out with a recipe, got {value}; set {key}={value}"
+            for option, (key, value) in given.items()
+            if value is not None
+        ]
+        if faults:
+            raise RecipeError(faults, target)
+        return load_recipe(target, overrides)
+    longest = 2048 if seq_length is None else seq_length
+    divisor = math.gcd(max(longest, 1), 64)
+    values: dict[str, Any] = {
+        "mode": "varlen",
+        "data": {"source": target, "tokenizer": tokenizer or "bytes", "eval_fraction": 0.0},
+        "batch": {"token_budget": round_up(max(4096, 2 * longest), divisor)},
+        "shapes": {"kind": "range", "divisor": divisor},
+        "model": {
+            "config": dict(DEFAULT_MODEL),
+            "variable_seq_lengths": True,
+            "seq_length": longest,
+            "max_position_embeddings": longest,
+        },
+        "train": {"steps": 1000, "learning_rate": 1e-3},
+        "checkpoint": {"output_dir": "output/stats"},
+    }
+    return parse_recipe(values, where=target, faults=apply_overrides(values, overrides))
+
+
+def is_recipe(target: str) -> bool:
+    """Whether a command's argument is a recipe rather than a source."""
+    return target.endswith((".yaml", ".yml"))
+
+
+def corpus_stats(target: str, recipe: Recipe, progress: Progress | None = None) -> dict[str, Any]:
+    """The numbers of `ms-varlen stats`.
+
+    Args:
+        target: what the command was given.
+        recipe: of `stats_recipe`.
+        progress: called while a token store is built.
+    Returns:
+        JSON values: lengths, shares of real work, what cutting at P99 does, modes compared, advice.
+    """
+    store = prepare_store(recipe.data, recipe.model.seq_length, progress)
+    own = is_recipe(target)
+    comparison = Comparison.of(recipe, store, own=own)
+    model = comparison.situation.sizes
+    documents = comparison.document_lengths
+    histogram = length_histogram(documents.lengths)
+    return {
+        "target": target,
+        "source": recipe.data.source,
+        "tokenizer": recipe.data.tokenizer,
+        "seq_length": recipe.model.seq_length,
+        "documents": _renamed(length_statistics(documents.lengths)),
+        "documents_note": documents.note,
+        "samples": length_statistics(np.asarray(store.train.lengths)),
+        "cleaning": dataclasses.asdict(store.ledgers["train"] + store.ledgers["eval"]),
+        "cut_at_p99": dict(comparison.situation.cut_at_p99),
+        "flops_of": f"{'the recipe' if own else 'a default decoder'}: {model.num_hidden_layers} layers, hidden size "
+        f"{model.hidden_size}, vocabulary {model.vocab_size}",
+        **comparison.to_dict(),
+        "histogram": histogram,
+        "cumulative": length_cumulative(documents.lengths, histogram["edges"]),
+    }
+
+
+def plan_advice(recipe: Recipe, store: TokenStore, world_size: int = 1) -> dict[str, Any]:
+    """What `ms-varlen plan` says beside the plan itself: the modes compared, and the advice."""
+    return Comparison.of(recipe, store, own=True, world_size=world_size).to_dict()
+
+
+@dataclasses.dataclass(frozen=True)
+class DocumentLengths:
+    """Lengths of documents before they were cut.
+
+    Attributes:
+        lengths: [n] int64, tokens per document that cleaning kept or dropped for its length.
+        note: how far they can be trusted, in words.
+    """
+
+    lengths: np.ndarray
+    note: str
+
+
+def document_lengths(store: TokenStore, overlong: str) -> DocumentLengths:
+    """The lengths of documents before `overlong` cut them, from the pieces that the store keeps.
+
+    Pieces of a split document are summed; a last piece below `min_tokens` is lost, and the note says how much that is.
+    What `truncate` and `drop` took away is known as a sum alone: it is spread evenly over the documents concerned,
+    which leaves totals and every percentile up to `seq_length` exact.
+    """
+    parts = []
+    for table in (store.train, store.eval):
+        if len(table):
+            starts = np.flatnonzero(np.diff(table.document_ids, prepend=-1))
+            parts.append(np.add.reduceat(np.asarray(table.lengths, np.int64), starts))
+    lengths = np.concatenate(parts)
+    ledger = store.ledgers["train"] + store.ledgers["eval"]
+    if overlong == "drop" and ledger.documents_overlong:
+        longer = _spread(ledger.tokens_overlong, ledger.documents_overlong)
+        return DocumentLengths(np.append(lengths, longer), _mean_note(longer, store.seq_length, "dropped"))
+    if overlong == "truncate" and ledger.documents_cut:
+        cut = np.flatnonzero(lengths == store.seq_length)[: ledger.documents_cut]
+        lengths[cut] += _spread(ledger.tokens_cut, cut.size)
+        return DocumentLengths(lengths, _mean_note(lengths[cut], store.seq_length, "truncated"))
+    note = "whole documents, as they were before cutting"
+    if ledger.tokens_cut:
+        note += f", but for {ledger.tokens_cut:,} tokens of last pieces below data.min_tokens"
+    return DocumentLengths(lengths, note)
+
+
+def _spread(total: int, parts: int) -> np.ndarray:
+    return np.diff(np.arange(parts + 1, dtype=np.int64) * total // parts)
+
+
+def _mean_note(lengths: np.ndarray, seq_length: int, done: str) -> str:
+    return (
+        f"the store keeps no more than {seq_length:,} tokens of a document: the {lengths.size:,} {done} ones count "
+        f"with their mean, {float(lengths.mean()):,.0f}, so the maximum is too low; data.overlong=split shows it"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A corpus in every mode, and what follows from it.
+
+    Attributes:
+        recipe: as given.
+        situation: the works and all that advice depends on.
+        refused: pairs that are not possible, and why.
+        document_lengths: before cutting.
+        planned_on: samples that the works were counted on, of all of them.
+        mean_length: of those samples, in tokens.
+        windows: see `window_trade`; rows padded to the batch maximum.
+        own: whether the recipe is the user's.
+    """
+
+    recipe: Recipe
+    situation: Situation
+    refused: Mapping[Pair, str]
+    document_lengths: DocumentLengths
+    planned_on: int
+    mean_length: float
+    windows: list[dict[str, float]]
+    own: bool
+
+    @classmethod
+    def of(cls, recipe: Recipe, store: TokenStore, own: bool, world_size: int = 1) -> "Comparison":
+        """Plan an epoch in every mode and kind of shapes.
+
+        Args:
+            own: whether the recipe is the user's; a made-up one has no learning rate, no bench, and nothing to change.
+        """
+        config = recipe.model.config.with_vocab_size(store.vocab_size)
+        cost, divisor = CostModel.of_decoder(config), recipe.shapes.divisor
+        whole = SampleLengths(np.asarray(store.train.lengths), store.train.lengths_fingerprint, store.eval.longest)
+        part = sampled(whole)
+        works, refused = compare_variants(recipe, part, cost, world_size)
+        factor = len(store.train) / part.train.size
+        if factor > 1:
+            works = {pair: work.scaled(factor) for pair, work in works.items()}
+        documents = document_lengths(store, recipe.data.overlong)
+        statistics = length_statistics(documents.lengths)
+        pair = (recipe.mode, recipe.shapes.kind)
+        buckets = recipe.shapes.row_buckets
+        situation = Situation(
+            pair=pair,
+            works=works,
+            documents=statistics,
+            cut_at_p99=cut_at(documents.lengths, round_up(math.ceil(statistics["p99"]), divisor), cost),
+            counts=length_counts(whole.train),
+            sizes=config,
+            parameters=config.parameter_count(),
+            value_bytes=2 if recipe.device.target == "Ascend" else 4,
+            recompute=recipe.model.recompute,
+            seq_length=recipe.model.seq_length,
+            divisor=divisor,
+            token_budget=recipe.batch.token_budget,
+            rows=recipe.batch.rows,
+            row_buckets=buckets if isinstance(buckets, list) else None,
+            num_buckets=_picked(recipe),
+            max_graphs=recipe.graph.max_graphs,
+            learning_rate=recipe.train.learning_rate if own else None,
+            epochs=recipe.train.steps / works[pair].steps if pair in works else 1.0,
+            max_memory=_bytes(recipe.device.max_memory),
+            slow_range=recipe.device.target == "Ascend",
+            calibration=read_calibration(recipe.checkpoint.output_dir) if own else None,
+        )
+        mean = float(part.train.mean(dtype=np.float64))
+        trade = _window_trade(recipe, part, mean, world_size) if works else []
+        return cls(recipe, situation, refused, documents, part.train.size, mean, trade, own)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values: `shares`, `modes`, `refused`, `advice`, `decided_by` and how they were counted."""
+        situation, works = self.situation, self.situation.works
+        cost = situation.cost
+        return {
+            "shares": {
+                name: {"tokens": works[pair].token_share, "flops": works[pair].flop_share(cost)}
+                for name, pair in SHARES.items()
+                if pair in works
+            },
+            "modes": [self._mode(pair, work) for pair, work in works.items()],
+            "refused": {f"{mode}, {kind}": why for (mode, kind), why in self.refused.items()},
+            "planned_on_samples": self.planned_on,
+            "windows": self.windows,
+            "decided_by": "calibration.json" if situation.calibration else "model FLOPs",
+            "advice": self._advice(),
+            "advised_overrides": self._overrides(),
+        }
+
+    def _advice(self) -> list[dict[str, Any]]:
+        if self.situation.pair not in self.situation.works:
+            return []
+        found = advise(self.situation)
+        return [(advice if self.own else dataclasses.replace(advice, is_key=False)).to_dict() for advice in found]
+
+    def _overrides(self) -> list[str]:
+        """What turns the recipe into the advised mode and kind of shapes."""
+        if not self.own or self.situation.pair not in self.situation.works:
+            return []
+        pair = choose_pair(self.situation)
+        return overrides_between(self.recipe, variant(self.recipe, *pair, self.mean_length))
+
+    def _mode(self, pair: Pair, work: EpochWork) -> dict[str, Any]:
+        situation = self.situation
+        baseline = ("padded", "static")
+        gains = situation.speedup(pair, baseline) if baseline in situation.works else {}
+        return {
+            "mode": pair[0],
+            "kind": pair[1],
+            "is_recipe": pair == situation.pair,
+            "graphs": work.graphs,
+            "steps_per_epoch": work.steps,
+            "tokens_per_step": work.tokens_per_step,
+            "largest_tokens": work.largest,
+            "memory_gb": situation.memory(work.largest)["total"] / 1e9,
+            "real_token_share": work.token_share,
+            "real_flop_share": work.flop_share(situation.cost),
+            "speedup_by_flops": gains.get("flops"),
+            "speedup_by_seconds": gains.get("seconds"),
+        }
+
+
+def _window_trade(
+    recipe: Recipe, lengths: SampleLengths, mean_length: float, world_size: int
+) -> list[dict[str, float]]:
+    """Of as many rows as a padded variant has, from no sorting (a window of one micro-batch) up."""
+    samples, divisor = lengths.train.size, recipe.shapes.divisor
+    rows = rows_of(recipe, mean_length)
+    row_lengths = divisor_boundaries(recipe.model.seq_length, divisor)
+    windows = [rows, *(window for window in WINDOWS if rows < window < samples), samples]
+    per_step = recipe.batch.micro_batches * world_size
+    return window_trade(lengths.train, rows, row_lengths, windows, per_step, recipe.train.seed)
+
+
+def read_calibration(output_dir: Path) -> Calibration | None:
+    """What a bench of the recipe measured, None when none was run.
+
+    Raises:
+        DataError: the file is there and cannot be used.
+    """
+    path = output_dir / CALIBRATION_FILE
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DataError(f"a calibration must be JSON, got {error}, in {path}; bench again or remove it") from error
+    if not isinstance(values, dict):
+        raise DataError(f"a calibration must be a JSON object, got {type(values).__name__}, in {path}; bench again")
+    return Calibration.from_dict(values, str(path))
+
+
+def _picked(recipe: Recipe) -> int | None:
+    """The most row lengths that a recipe has picked for it, None where it picks none."""
+    if isinstance(recipe.shapes.row_buckets, list) or not has_row_buckets(recipe.mode, recipe.shapes.kind):
+        return None
+    return recipe.shapes.num_buckets or DEFAULT_NUM_BUCKETS
+
+
+def _bytes(memory: str | None) -> float | None:
+    return None if memory is None else 1e9 * float(memory.removesuffix("GB"))
+
+
+def _renamed(statistics: dict[str, Any]) -> dict[str, Any]:
+    return {"documents": statistics.pop("samples"), **statistics}

@@ -1,0 +1,145 @@
+"""What a planned epoch computes, in tokens, FLOPs, seconds and memory: the numbers that modes are compared by."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ms_varlen.errors import DataError
+from ms_varlen.planning.cost import CostModel, DecoderSizes
+
+WEIGHT_BYTES = 16
+"""Of a trained weight: the fp32 master, its gradient, and AdamW's two moments."""
+
+LOGIT_ARRAYS = 4
+"""Arrays of [T, V] in fp32 that the plain token loss holds at its peak; see `ops.loss`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EpochWork:
+    """An epoch of one way to lay out a corpus.
+
+    Attributes:
+        steps: optimizer steps.
+        graphs: compiled in a run, all roles.
+        real, computed: tokens of samples, and with padding.
+        real_squared, computed_squared: sums of the squares of attention segments, of samples and with padding.
+        largest: tokens of the largest micro-batch that the shapes allow.
+    """
+
+    steps: int
+    graphs: int
+    real: int
+    computed: int
+    real_squared: int
+    computed_squared: int
+    largest: int
+
+    @property
+    def token_share(self) -> float:
+        """Real tokens as a share of those computed."""
+        return self.real / self.computed
+
+    def flop_share(self, cost: CostModel) -> float:
+        """FLOPs of samples as a share of those computed."""
+        real = cost.linear * self.real + cost.quadratic * self.real_squared
+        return real / self.flops(cost)
+
+    def flops(self, cost: CostModel) -> float:
+        """FLOPs of the epoch, padding included."""
+        return cost.linear * self.computed + cost.quadratic * self.computed_squared
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Real tokens of an optimizer step, over all ranks."""
+        return self.real / self.steps
+
+    def scaled(self, factor: float) -> "EpochWork":
+        """The same of a corpus `factor` times as large: what a part of one says about the whole."""
+        totals = ("steps", "real", "computed", "real_squared", "computed_squared")
+        return dataclasses.replace(self, **{name: max(1, round(getattr(self, name) * factor)) for name in totals})
+
+    def per_token(self, total: float) -> float:
+        """A total of the epoch for each real token, which compares epochs that leave different ends over."""
+        return total / self.real
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """What work took on a machine, as a bench fitted it.
+
+    Attributes:
+        seconds_per_token, seconds_per_squared_token: of what is computed, padding included.
+        seconds_per_step: of an optimizer step, whatever its size.
+        seconds_per_compile: of a graph.
+        relative_error: root mean square of the fit.
+        machine: in words.
+    """
+
+    seconds_per_token: float
+    seconds_per_squared_token: float
+    seconds_per_step: float
+    seconds_per_compile: float
+    relative_error: float
+    machine: str
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], where: str) -> "Calibration":
+        """Read what a bench wrote.
+
+        Args:
+            values: the content of `calibration.json`.
+            where: its path, for an error.
+        Raises:
+            DataError: another format, or a number missing.
+        """
+        names = [field.name for field in dataclasses.fields(cls) if field.name != "machine"]
+        missing = [name for name in names if not isinstance(values.get(name), int | float)]
+        if values.get("format") != 1 or missing:
+            found = f"format {values.get('format')}" + (f" without {', '.join(missing)}" if missing else "")
+            raise DataError(
+                f"a calibration must have format 1 and all its numbers, got {found}, in {where}; bench again"
+            )
+        machine = values.get("machine", {})
+        words = [machine.get("processor"), f"{machine.get('cores')} cores", machine.get("system")]
+        return cls(**{name: values[name] for name in names}, machine=", ".join(str(word) for word in words if word))
+
+    def seconds(self, work: EpochWork) -> float:
+        """Seconds of an epoch, compiling apart."""
+        of_tokens = self.seconds_per_token * work.computed + self.seconds_per_squared_token * work.computed_squared
+        return of_tokens + self.seconds_per_step * work.steps
+
+
+def memory_estimate(
+    sizes: DecoderSizes, parameters: int, tokens: int, value_bytes: int, recompute: bool
+) -> dict[str, float]:
+    """Memory of a training step, in bytes, from what the backward pass needs of the forward one.
+
+    A layer keeps its input, two norms' outputs and the sum after attention (4 H), queries and attention's output
+    (2 N D), keys and values (2 K D), gate, up and their product (3 F); a recomputed one keeps its input alone, and one
+    layer is whole at a time. The plain loss holds `LOGIT_ARRAYS` of [T, V] in fp32; the CPU kernel has no more than
+    384 rows of them::
+
+        weights     = 16 P
+        activations = bytes * T * layers * (4 H + 2 N D + 2 K D + 3 F)
+        logits      = 4 * 4 * T * V
+
+    Gradients of activations and what MindSpore's pool holds besides are not counted: resident memory on a CPU grew with
+    T by 1.4 to 2.2 times the activations (four small decoders, T 2048 and 8192), so this is a lower bound.
+
+    Args:
+        sizes: of the decoder, its `vocab_size` known.
+        parameters: P, the number of weights.
+        tokens: T of the largest micro-batch.
+        value_bytes: of an activation: 4 for fp32, 2 for bf16.
+        recompute: whether layers are computed again in the backward pass.
+    """
+    assert sizes.vocab_size is not None, "DecoderConfig.with_vocab_size comes first"
+    heads = 2 * sizes.head_dim * (sizes.num_attention_heads + sizes.num_key_value_heads)
+    layer = 4 * sizes.hidden_size + heads + 3 * sizes.intermediate_size
+    kept = sizes.num_hidden_layers * (sizes.hidden_size if recompute else layer) + recompute * layer
+    parts = {
+        "weights": WEIGHT_BYTES * parameters,
+        "activations": value_bytes * tokens * kept,
+        "logits": 4 * LOGIT_ARRAYS * tokens * sizes.vocab_size,
+    }
+    return {**{name: float(value) for name, value in parts.items()}, "total": float(sum(parts.values()))}

@@ -1,0 +1,115 @@
+"""The same corpus and model in every mode and kind of shapes, so that they can be compared before one is chosen.
+
+A variant keeps a step's samples about as many: a token budget and a number of rows stand for each other by the mean
+length. Imports no MindSpore.
+"""
+
+import dataclasses
+import json
+
+import numpy as np
+
+from ms_varlen.errors import VarlenError
+from ms_varlen.graph.shapes import round_up
+from ms_varlen.planning.cost import CostModel
+from ms_varlen.planning.work import EpochWork
+from ms_varlen.train.recipe import Recipe, parse_recipe
+from ms_varlen.train.workload import SampleLengths, epoch_batches, plan_lengths
+
+PAIRS = [(mode, kind) for mode in ("padded", "bucketed", "packed", "varlen") for kind in ("static", "buckets", "range")]
+"""Every mode with every kind of shapes."""
+
+MOST_SAMPLES = 1_000_000
+"""Samples that variants are planned on; of a larger corpus as many are drawn at random."""
+
+
+def variant(recipe: Recipe, mode: str, kind: str, mean_length: float) -> Recipe:
+    """The recipe in another mode and kind of shapes, with sizes that it picks itself; as it is where both are its own.
+
+    Args:
+        mean_length: of the training samples, in tokens.
+    Raises:
+        RecipeError: the pair does not suit the rest of the recipe, e.g. its `model.seq_length`.
+    """
+    if (mode, kind) == (recipe.mode, recipe.shapes.kind):
+        return recipe
+    batch, divisor, seq_length = recipe.batch, recipe.shapes.divisor, recipe.model.seq_length
+    rows = rows_of(recipe, mean_length)
+    budget = batch.token_budget or round_up(max(seq_length, round(rows * mean_length)), divisor)
+    size = (
+        {"rows": rows, "token_budget": None, "pad_to": "max" if kind == "static" else "batch"}
+        if mode == "padded"
+        else {"rows": None, "token_budget": budget, "pad_to": None}
+    )
+    values = recipe.resolved()
+    values["mode"] = mode
+    values["batch"] |= size | {"window": None}
+    values["shapes"] = {"kind": kind, "divisor": divisor}
+    values["model"]["variable_seq_lengths"] = mode != "padded"
+    return parse_recipe(values, where=f"{mode} with shapes.kind {kind}")
+
+
+def overrides_between(recipe: Recipe, other: Recipe) -> list[str]:
+    """``section.key=value`` for each key in which `other` differs: what turns the one into the other."""
+    before, after = recipe.resolved(), other.resolved()
+    found = [] if before["mode"] == after["mode"] else [f"mode={after['mode']}"]
+    for section in ("batch", "shapes", "model"):
+        for key, value in after[section].items():
+            if value != before[section][key]:
+                found.append(f"{section}.{key}={json.dumps(value, separators=(',', ':'))}".replace('"', ""))
+    return found
+
+
+def rows_of(recipe: Recipe, mean_length: float) -> int:
+    """Rows of a micro-batch: the recipe's, or as many as its token budget holds samples of the mean length."""
+    batch = recipe.batch
+    return batch.rows or min(max(1, round(batch.size / mean_length)), batch.max_segments)
+
+
+def sampled(lengths: SampleLengths, most: int = MOST_SAMPLES) -> SampleLengths:
+    """The lengths, or `most` of them drawn at random, always the same."""
+    if lengths.train.size <= most:
+        return lengths
+    chosen = np.random.default_rng(0).choice(lengths.train, most, replace=False)
+    return dataclasses.replace(lengths, train=chosen)
+
+
+def epoch_work(recipe: Recipe, lengths: SampleLengths, cost: CostModel, world_size: int = 1) -> EpochWork:
+    """What an epoch of a recipe computes on some lengths.
+
+    Raises:
+        DataError: the lengths do not fill a step.
+    """
+    plans, shapes, layout = plan_lengths(recipe, lengths, cost, world_size)
+    seq_lens, offsets, plan = epoch_batches(plans)
+    evaluates = recipe.train.eval_every is not None and lengths.longest_held_out > 0
+    return EpochWork(
+        steps=plan.num_steps,
+        graphs=shapes.predicted_graphs + 1 + evaluates,
+        real=int(seq_lens.sum(dtype=np.int64)),
+        computed=int(layout.computed_tokens(seq_lens, offsets).sum()),
+        real_squared=int(np.square(seq_lens, dtype=np.int64).sum()),
+        computed_squared=int(layout.squared_tokens(seq_lens, offsets).sum()),
+        largest=shapes.max,
+    )
+
+
+def compare_variants(
+    recipe: Recipe, lengths: SampleLengths, cost: CostModel, world_size: int = 1
+) -> tuple[dict[tuple[str, str], EpochWork], dict[tuple[str, str], str]]:
+    """An epoch in every mode and kind of shapes.
+
+    Args:
+        lengths: of the corpus; see `sampled`.
+        cost: of the recipe's model.
+    Returns:
+        (mode, kind) -> its work; and for pairs that the recipe or the corpus does not allow, why.
+    """
+    mean = float(lengths.train.mean(dtype=np.float64))
+    works, refused = {}, {}
+    for mode, kind in PAIRS:
+        try:
+            works[mode, kind] = epoch_work(variant(recipe, mode, kind, mean), lengths, cost, world_size)
+        except VarlenError as error:
+            refused[mode, kind] = str(error)
+    return works, refused

@@ -1,0 +1,272 @@
+import json
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from ms_varlen import DataError, RecipeError
+from ms_varlen.data.config import DataConfig
+from ms_varlen.data.store import prepare_store
+from ms_varlen.diagnose.stats import document_lengths, read_calibration, stats_recipe
+from ms_varlen.train.recipe import load_recipe
+
+LENGTHS = [5, 40, 7, 64, 65, 130, 20, 300, 12, 9]  # tokens of documents, end-of-text included
+
+# The program in a process of its own, which must not load MindSpore.
+WITHOUT_MINDSPORE = """
+import sys
+from ms_varlen import cli
+status = cli.main(sys.argv[1:])
+sys.exit("MindSpore was imported" if "mindspore" in sys.modules else status)
+"""
+
+RECIPE = """
+mode: padded
+data: {{source: {folder}/corpus.jsonl, tokenizer: bytes, eval_fraction: 0.1, store_dir: {folder}/stores}}
+batch: {{rows: 4, pad_to: max}}
+shapes: {{kind: static, divisor: 16}}
+model:
+  config: {{hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2}}
+  variable_seq_lengths: false
+  seq_length: 128
+  max_position_embeddings: 128
+train: {{steps: 10, learning_rate: 1e-3}}
+checkpoint: {{output_dir: {folder}/output}}
+"""
+
+
+def texts_of(lengths):
+    return ["".join(chr(97 + (number + place) % 26) for place in range(n - 1)) for number, n in enumerate(lengths)]
+
+
+def written_corpus(folder, lengths):
+    lines = [json.dumps({"text": text}) + "\n" for text in texts_of(lengths)]
+    (folder / "corpus.jsonl").write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    random = np.random.default_rng(0)
+    lengths = np.clip(np.exp(random.normal(3, 1, 300)), 2, 400).astype(int).tolist()
+    folder = written_corpus(tmp_path_factory.mktemp("stats"), lengths)
+    (folder / "padded.yaml").write_text(RECIPE.format(folder=folder))
+    return folder
+
+
+def ms_varlen(folder, *arguments):
+    environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "COLUMNS": "100"}
+    command = [sys.executable, "-c", WITHOUT_MINDSPORE, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+
+
+def result_of(folder, *arguments):
+    done = ms_varlen(folder, *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def lengths_seen(folder, overlong, eval_fraction=0.0):
+    data = DataConfig(
+        source=str(folder / "corpus.jsonl"),
+        tokenizer="bytes",
+        overlong=overlong,
+        eval_fraction=eval_fraction,
+        store_dir=str(folder / "stores"),
+    )
+    return document_lengths(prepare_store(data, 64), overlong)
+
+
+@pytest.mark.parametrize("eval_fraction", [0.0, 0.4])
+def test_pieces_of_a_split_document_are_summed(tmp_path, eval_fraction):
+    found = lengths_seen(written_corpus(tmp_path, LENGTHS), "split", eval_fraction)
+    # The last token of the document of 65 is a piece below min_tokens.
+    assert sorted(found.lengths.tolist()) == sorted(64 if length == 65 else length for length in LENGTHS)
+    assert found.note == (
+        "whole documents, as they were before cutting, but for 1 tokens of last pieces below data.min_tokens"
+    )
+
+
+@pytest.mark.parametrize(("overlong", "word"), [("truncate", "truncated"), ("drop", "dropped")])
+def test_what_cutting_took_away_counts_by_its_mean(tmp_path, overlong, word):
+    found = lengths_seen(written_corpus(tmp_path, LENGTHS), overlong)
+    assert found.lengths.size == len(LENGTHS)
+    assert found.lengths.sum() == sum(LENGTHS)
+    assert sorted(found.lengths.tolist())[:7] == [5, 7, 9, 12, 20, 40, 64]
+    assert sorted(found.lengths.tolist())[7:] == [165, 165, 165]
+    assert f"the 3 {word} ones count with their mean, 165, so the maximum is too low" in found.note
+
+
+def test_nothing_was_cut(tmp_path):
+    found = lengths_seen(written_corpus(tmp_path, [5, 64, 30]), "truncate")
+    assert found.lengths.tolist() == [5, 64, 30]
+
+
+def test_a_source_gets_a_default_decoder():
+    recipe = stats_recipe("pydoc", None, 1000, ["train.seed=3"])
+    assert (recipe.model.seq_length, recipe.shapes.divisor, recipe.batch.token_budget) == (1000, 8, 4096)
+    assert (recipe.data.source, recipe.data.tokenizer, recipe.data.eval_fraction) == ("pydoc", "bytes", 0.0)
+    assert recipe.train.seed == 3
+
+
+def test_options_of_a_source_are_refused_with_a_recipe():
+    with pytest.raises(
+        RecipeError, match=r"--seq-length: must be left out with a recipe, got 64; set model.seq_length"
+    ):
+        stats_recipe("recipes/quickstart.yaml", None, 64, [])
+
+
+def test_calibration_is_read_where_a_bench_left_it(tmp_path):
+    assert read_calibration(tmp_path) is None
+    (tmp_path / "calibration.json").write_text("{")
+    with pytest.raises(DataError, match=r"a calibration must be JSON, got .*calibration.json; bench again"):
+        read_calibration(tmp_path)
+    (tmp_path / "calibration.json").write_text("[]")
+    with pytest.raises(DataError, match=r"must be a JSON object, got list"):
+        read_calibration(tmp_path)
+
+
+def test_stats_of_a_source_as_json(corpus):
+    source = corpus / "corpus.jsonl"
+    result = result_of(corpus, "stats", source, "--seq-length", "128")
+    lengths = np.array([len(json.loads(line)["text"]) + 1 for line in source.read_text().splitlines()])
+    documents = result["documents"]
+    assert (documents["documents"], documents["max"]) == (300, lengths.max())
+    cleaning = result["cleaning"]
+    assert documents["tokens"] + cleaning["tokens_cut"] == cleaning["tokens_in"] == lengths.sum()
+    percentiles = np.percentile(lengths, [50, 90, 99])
+    np.testing.assert_allclose([documents[key] for key in ("p50", "p90", "p99")], percentiles, atol=1)
+    assert result["samples"]["max"] == 128
+    assert list(result["shares"]) == ["padded_to_maximum", "padded_to_batch_maximum", "bucketed", "packed", "varlen"]
+    for share in result["shares"].values():
+        assert 0 < share["tokens"] <= 1
+        assert 0 < share["flops"] <= 1
+    assert result["cut_at_p99"]["limit"] == -(-np.percentile(lengths, 99) // 64) * 64
+    assert result["cut_at_p99"]["tokens_cut"] == pytest.approx(
+        np.maximum(lengths - result["cut_at_p99"]["limit"], 0).sum(), abs=1
+    )
+    assert result["flops_of"].startswith("a default decoder: 4 layers, hidden size 256")
+    assert sum(result["histogram"]["counts"]) == 300
+    assert result["cumulative"]["documents"][-1] == result["cumulative"]["tokens"][-1] == 1.0
+    assert result["decided_by"] == "model FLOPs"
+    assert not any(advice["differs"] for advice in result["advice"])
+    assert len(result["modes"]) == 12
+
+
+def test_stats_of_a_recipe_are_about_its_model_and_its_plan(corpus):
+    result = result_of(corpus, "stats", corpus / "padded.yaml")
+    assert result["flops_of"] == "the recipe: 1 layers, hidden size 32, vocabulary 258"
+    plan = result_of(corpus, "plan", corpus / "padded.yaml")
+    own = next(row for row in result["modes"] if row["is_recipe"])
+    assert (own["mode"], own["kind"]) == ("padded", "static")
+    assert own["real_token_share"] == pytest.approx(1 - plan["pad_ratio"])
+    assert own["steps_per_epoch"] == plan["steps_per_epoch"]
+
+
+def test_advised_overrides_of_a_plan_make_a_recipe_that_is_as_advised(corpus):
+    plan = result_of(corpus, "plan", corpus / "padded.yaml")
+    assert {advice["key"] for advice in plan["advice"] if advice["differs"]} >= {"mode", "batch.token_budget"}
+    advised = load_recipe(corpus / "padded.yaml", plan["advised_overrides"])
+    assert advised.mode in ("packed", "varlen")
+    assert advised.model.variable_seq_lengths
+    again = result_of(corpus, "plan", corpus / "padded.yaml", *plan["advised_overrides"])
+    assert again["advised_overrides"] == []
+    assert not any(advice["key"] == "mode" and advice["differs"] for advice in again["advice"])
+    assert again["padding_overhead"] < plan["padding_overhead"] / 5
+
+
+def test_a_plan_for_several_ranks_tells_their_balance(corpus):
+    varlen = ["mode=varlen", "model.variable_seq_lengths=true", "batch.rows=null", "batch.pad_to=null"]
+    plan = result_of(corpus, "plan", corpus / "padded.yaml", *varlen, "batch.token_budget=256", "--world-size", "4")
+    assert plan["world_size"] == 4
+    assert plan["imbalance_mean"] <= plan["imbalance_max"]
+    assert plan["imbalance_mean"] < plan["imbalance_mean_unbalanced"]
+    assert plan["imbalance_max"] <= plan["imbalance_max_unbalanced"]
+    assert plan["batch_overhead"] == 0.0
+    assert all(ledger["balanced"] for ledger in plan["ledger"].values())
+    alone = result_of(corpus, "plan", corpus / "padded.yaml")
+    assert (alone["world_size"], alone["imbalance_max"], alone["imbalance_max_unbalanced"]) == (1, 0.0, 0.0)
+    assert alone["batch_overhead"] == pytest.approx(alone["padding_overhead"], rel=0.02)  # the last is not full
+    assert alone["length_mixing"] == pytest.approx(1, abs=0.2)
+
+
+def test_a_calibration_decides_and_is_named(corpus, tmp_path):
+    calibration = {
+        "format": 1,
+        "machine": {"processor": "some CPU", "cores": 2, "system": "Linux"},
+        "seconds_per_token": 1e-4,
+        "seconds_per_squared_token": 1e-9,
+        "seconds_per_step": 0.01,
+        "seconds_per_compile": 5.0,
+        "relative_error": 0.05,
+        "steps": 12,
+    }
+    (tmp_path / "calibration.json").write_text(json.dumps(calibration))
+    plan = result_of(corpus, "plan", corpus / "padded.yaml", f"checkpoint.output_dir={tmp_path}")
+    assert plan["decided_by"] == "calibration.json"
+    assert all(row["speedup_by_seconds"] > 0 for row in plan["modes"])
+    advice = next(advice for advice in plan["advice"] if advice["key"] == "speed-up over padding")
+    assert {"over_padded_to_seq_length_by_flops", "over_padded_to_seq_length_by_seconds"} <= advice["numbers"].keys()
+    assert "decided by calibration.json (some CPU, 2 cores, Linux; fit within 5%)" in advice["why"]
+
+
+class Page(HTMLParser):
+    """Text of a page, and what it refers to."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.references, self.words = [], []
+        self.feed(html)
+        self.text = " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag, attributes):
+        self.references += [value for name, value in attributes if name in ("src", "href", "srcset", "data")]
+        assert tag not in ("script", "link", "iframe")
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def test_the_page_of_stats(corpus, tmp_path):
+    path = tmp_path / "new" / "stats.html"
+    done = ms_varlen(corpus, "stats", corpus / "padded.yaml", "--report", path)
+    assert done.returncode == 0, done.stderr
+    html = path.read_text()
+    page = Page(html)
+    assert [reference[:26] for reference in page.references] == ["data:image/svg+xml;base64,"] * 4
+    assert not re.search(r"https?:|url\(|@import", html)
+    for words in ("Lengths of", "Modes compared", "Advice", "If documents were cut at P99", "Share of real work"):
+        assert words in page.text
+        assert words in done.stdout or words == "Lengths of"
+
+
+def test_the_page_of_a_plan(corpus, tmp_path):
+    path = tmp_path / "plan.html"
+    done = ms_varlen(corpus, "plan", corpus / "padded.yaml", "--report", path, "--world-size", "2")
+    assert done.returncode == 0, done.stderr
+    page = Page(path.read_text())
+    assert len(page.references) == 4
+    assert "Plan of padded.yaml" in page.text
+    assert re.search(r"to take it, add: mode=(packed|varlen) ", page.text)
+    for words in ("Advice that differs from the recipe", "Windows", "Where the corpus goes in an epoch"):
+        assert words in page.text
+        assert words in done.stdout
+
+
+def test_one_document_has_stats(tmp_path):
+    written_corpus(tmp_path, [50])
+    result = result_of(tmp_path, "stats", tmp_path / "corpus.jsonl", "--report", tmp_path / "one.html")
+    assert result["documents"]["p99"] == 50
+    assert result["advice"]
+    assert (tmp_path / "one.html").is_file()
+
+
+def test_a_source_that_is_none_is_an_error_of_one_line(tmp_path):
+    done = ms_varlen(tmp_path, "stats", "nothing.jsonl")
+    assert done.returncode == 1
+    assert "data.source: must be an existing file, got nothing.jsonl" in done.stderr
+    assert "Traceback" not in done.stderr
