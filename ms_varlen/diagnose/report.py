@@ -76,7 +76,7 @@ def write_report(run_folder: Path) -> Path:
     recipe = _read(run_folder / RECIPE_FILE).decode()
     skipped = [line for line in metrics if line.get("skipped")]
     applied = [line for line in metrics if not line.get("skipped")]
-    page = _render(
+    page = render(
         "report.html.j2",
         title=f"{plan['mode']} · {_short(plan['parameters'])} parameters · {_progress(metrics, recipe)}",
         folder=run_folder,
@@ -112,7 +112,7 @@ def write_align_report(result: Mapping[str, Any], path: Path) -> Path:
         ("Loss of both", "Same weights at the start, same samples in every step.", svg_data(losses)),
         ("Difference of the losses", "Absolute, by step.", svg_data(differences)),
     ]
-    page = _render("align.html.j2", title=f"Alignment of {result['mode']} with padded", result=result, figures=figures)
+    page = render("align.html.j2", title=f"Alignment of {result['mode']} with padded", result=result, figures=figures)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, [page.encode()])
     return path
@@ -265,7 +265,8 @@ def _floats(values: Iterable[float | None]) -> np.ndarray:
     return np.array([np.nan if value is None else value for value in values], np.float64)
 
 
-def _render(template: str, **values: Any) -> str:
+def render(template: str, **values: Any) -> str:
+    """A page from one of the templates beside this module; text is escaped."""
     environment = Environment(
         loader=PackageLoader("ms_varlen.diagnose"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )

@@ -1,0 +1,252 @@
+"""Which sizes waste least when a length may only be rounded up to one of K.
+
+A histogram is enough, so the same functions choose lengths of rows (from the lengths of samples) and sizes of T (from
+the tokens of micro-batches). Everywhere a length equal to a boundary belongs to that boundary::
+
+    boundaries  64 128 256        lengths 64 65 256  ->  buckets 0 1 2
+
+Lengths of median 180 and P99 2048, clipped to 4096, divisor 16: 12 optimal boundaries compute 20.2 % padding,
+`dense_low` 21.6 %, `geometric` 28.5 %, `uniform` 66.4 %, `equal_counts` 84.1 %.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ms_varlen.errors import LengthsError, ShapesError
+
+BLOCK = 1 << 20
+"""Samples looked at together, so that memory does not grow with their number."""
+
+
+def length_counts(lengths: np.ndarray) -> np.ndarray:
+    """How many samples have each length.
+
+    Args:
+        lengths: [n] ints >= 1, tokens per sample.
+    Returns:
+        [longest + 1] int64; entry s counts the samples of s tokens.
+    Raises:
+        LengthsError: an empty sample; the message gives its place.
+    """
+    if lengths.size and int(lengths.min()) < 1:
+        place = int(np.argmax(lengths < 1))
+        raise LengthsError(
+            f"lengths[{place}] must be >= 1, got {int(lengths[place])}; remove empty samples (data.min_tokens does)"
+        )
+    counts = np.zeros(int(lengths.max(initial=0)) + 1, np.int64)
+    for first in range(0, lengths.size, BLOCK):
+        counts += np.bincount(lengths[first : first + BLOCK], minlength=counts.size)
+    return counts
+
+
+def optimal_boundaries(
+    counts: np.ndarray,
+    cost: Callable[[np.ndarray], np.ndarray],
+    num_buckets: int | None,
+    divisor: int,
+    cost_per_bucket: float = 0.0,
+) -> np.ndarray:
+    """The boundaries that cost least over a histogram.
+
+    By dynamic programming over multiples of `divisor`: with N_j lengths up to candidate b_j, k buckets cost at least
+    ``f_k[j] = min_i f_(k-1)[i] + cost(b_j) * (N_j - N_i)``. The best i never falls as j grows, because cost grows; so a
+    layer takes M log M steps for M candidates. 4096/16 candidates and 32 buckets take 10 ms.
+
+    Args:
+        counts: [longest + 1] ints, how many samples have each length; ``counts[0]`` is 0.
+        cost: of one sequence padded to each length, [n] ints -> [n] float64, increasing; ``CostModel.cost`` or
+            ``TOKENS.cost``.
+        num_buckets: the most boundaries; None leaves it to `cost_per_bucket`.
+        divisor: boundaries are multiples of it.
+        cost_per_bucket: what one more bucket must save at least, in units of `cost` over the histogram: the price of
+            compiling its graph.
+    Returns:
+        [K] int64, increasing, the last at least the longest length; K is below `num_buckets` where more save nothing.
+    Raises:
+        ShapesError: no limit on the buckets, or a cost that does not increase.
+        LengthsError: an empty histogram, or lengths of 0.
+    """
+    if num_buckets is None and cost_per_bucket <= 0:
+        raise ShapesError("cost_per_bucket must be > 0 when num_buckets is None, got 0; set one of them")
+    if num_buckets is not None and num_buckets < 1:
+        raise ShapesError(f"num_buckets must be >= 1, got {num_buckets}; raise shapes.num_buckets")
+    candidates, reached = _candidates(counts, divisor)
+    costs = np.concatenate([[0.0], cost(candidates[1:])])
+    if (np.diff(costs) <= 0).any():
+        raise ShapesError("cost must increase with the length; pass the cost of one sequence of each length")
+    best, splits = costs * reached, [np.zeros(candidates.size, np.int64)]
+    while num_buckets is None or len(splits) < num_buckets:
+        split = _best_splits(best, costs, reached)
+        layer = best[split] + costs * (reached - reached[split])
+        # Each further bucket saves at most as much as the one before it, so the first that does not pay ends it.
+        if best[-1] - layer[-1] <= cost_per_bucket:
+            break
+        best = layer
+        splits.append(split)
+    return _trace(candidates, splits)
+
+
+def _candidates(counts: np.ndarray, divisor: int) -> tuple[np.ndarray, np.ndarray]:
+    """Multiples of `divisor` that some length is rounded up to, and how many lengths each reaches; both start at 0."""
+    counts = np.asarray(counts, np.int64)
+    if counts.size < 2 or counts[0] or not counts.any():
+        raise LengthsError(
+            "counts must hold at least one length, and none of 0 tokens, "
+            f"got {int(counts.sum())} lengths, {int(counts[:1].sum())} of them 0"
+        )
+    occurring = np.flatnonzero(counts)
+    multiples, cells = np.unique(-(-occurring // divisor), return_inverse=True)
+    reached = np.cumsum(np.bincount(cells, counts[occurring]))
+    return np.append(0, multiples * divisor), np.append(0.0, reached)
+
+
+def _best_splits(best: np.ndarray, costs: np.ndarray, reached: np.ndarray) -> np.ndarray:
+    """For every j the first i <= j where ``best[i] - costs[j] * reached[i]`` is least.
+
+    Solved on a grid that is halved again and again: i of a new j lies between those of its neighbours.
+
+    Args:
+        best, costs, reached: [M] float64, all increasing.
+    Returns:
+        [M] int64, never falling.
+    """
+    last = best.size - 1
+    splits = np.full(last + 2, last)
+    splits[0] = 0
+    step = 1 << last.bit_length()
+    while step > 1:
+        step //= 2
+        middle = np.arange(step, last + 1, 2 * step)
+        low = splits[middle - step]
+        high = np.minimum(splits[np.minimum(middle + step, last + 1)], middle)
+        width = high - low + 1
+        begin = np.cumsum(width) - width
+        i = np.arange(begin[-1] + width[-1]) + np.repeat(low - begin, width)
+        value = best[i] - np.repeat(costs[middle], width) * reached[i]
+        least = np.flatnonzero(value == np.repeat(np.minimum.reduceat(value, begin), width))
+        splits[middle] = i[least[np.searchsorted(least, begin)]]
+    return splits[:-1]
+
+
+def _trace(candidates: np.ndarray, splits: list[np.ndarray]) -> np.ndarray:
+    """The boundaries behind the last entry of the last layer."""
+    at = [candidates.size - 1]
+    for split in reversed(splits):
+        at.append(int(split[at[-1]]))
+    return np.setdiff1d(candidates[at], [0])
+
+
+def dense_low(longest: int, num_buckets: int, divisor: int) -> np.ndarray:
+    """The kind of list that people write by hand: even steps for short lengths, then two steps per doubling.
+
+    Twelve up to 4096 are 64 128 192 256 384 512 768 1024 1536 2048 3072 4096.
+
+    Args:
+        longest: the longest length, in tokens.
+        num_buckets: the most boundaries; some fall together when they are rounded up to `divisor`.
+        divisor: boundaries are multiples of it.
+    Returns:
+        [K] int64, increasing.
+    """
+    doublings = 2 ** np.arange(num_buckets, dtype=np.float64)
+    steps = np.sort(np.concatenate([doublings, 3 * doublings]))[:num_buckets]
+    return _rounded_up(longest * (steps / steps[-1]), divisor)
+
+
+def geometric(longest: int, num_buckets: int, divisor: int) -> np.ndarray:
+    """Boundaries from `divisor` to `longest` that grow by a constant factor; arguments as in `dense_low`."""
+    return _rounded_up(np.geomspace(longest, divisor, num_buckets), divisor)
+
+
+def uniform(longest: int, num_buckets: int, divisor: int) -> np.ndarray:
+    """Boundaries at equal distances; arguments as in `dense_low`."""
+    return _rounded_up(longest * np.arange(1, num_buckets + 1) / num_buckets, divisor)
+
+
+def equal_counts(counts: np.ndarray, num_buckets: int, divisor: int) -> np.ndarray:
+    """Boundaries with equally many samples between them, as near as `divisor` allows.
+
+    Args:
+        counts: [longest + 1] ints, how many samples have each length.
+        num_buckets: the most boundaries.
+        divisor: boundaries are multiples of it.
+    Returns:
+        [K] int64, increasing.
+    """
+    reached = np.cumsum(counts)
+    return _rounded_up(np.searchsorted(reached, reached[-1] * np.arange(1, num_buckets + 1) / num_buckets), divisor)
+
+
+def _rounded_up(boundaries: np.ndarray, divisor: int) -> np.ndarray:
+    # Rounded first: 4096 * (1/64) * 64 and the like may end a hair above the multiple that they are.
+    return np.unique(np.ceil(np.round(boundaries / divisor, 9)).astype(np.int64) * divisor)
+
+
+def check_boundaries(boundaries: Sequence[int], longest: int, divisor: int, name: str) -> np.ndarray:
+    """An explicit list as a validated array.
+
+    Args:
+        boundaries: ints, increasing multiples of `divisor`.
+        longest: the longest length that must fit, in tokens.
+        divisor: see above.
+        name: what to call the list in an error, for example ``shapes.row_buckets``.
+    Returns:
+        [K] int64.
+    Raises:
+        ShapesError: the message gives the place in the list.
+    """
+    if not boundaries or any(type(boundary) is not int for boundary in boundaries):
+        raise ShapesError(f"{name} must be a list of whole numbers, got {list(boundaries)!r}; give one size at least")
+    before = 0
+    for place, boundary in enumerate(boundaries):
+        if boundary <= before or boundary % divisor:
+            raise ShapesError(
+                f"{name}[{place}] must be a multiple of {divisor} (shapes.divisor) above {before}, got {boundary}; "
+                f"{before + divisor - before % divisor} is the next"
+            )
+        before = boundary
+    if before < longest:
+        raise ShapesError(
+            f"{name}[{len(boundaries) - 1}], the last, must be >= {longest}, the longest there is, got {before}; "
+            f"append {-(-longest // divisor) * divisor}"
+        )
+    return np.array(boundaries, np.int64)
+
+
+def bucket_of(lengths: np.ndarray, boundaries: np.ndarray) -> np.ndarray:
+    """The smallest bucket that holds each length; equal to a boundary belongs to that boundary.
+
+    Args:
+        lengths: [n] ints >= 1, tokens.
+        boundaries: [K] ints, increasing.
+    Returns:
+        [n] int64, each from 0 to K - 1.
+    Raises:
+        LengthsError: a length above the last boundary; the message gives its place.
+    """
+    buckets = np.searchsorted(boundaries, lengths, side="left")
+    if lengths.size and int(lengths.max()) > boundaries[-1]:
+        place = int(np.argmax(lengths > boundaries[-1]))
+        raise LengthsError(
+            f"lengths[{place}] must be <= {int(boundaries[-1])}, the last bucket, got {int(lengths[place])}; "
+            "append a larger bucket, or lower model.seq_length and choose a data.overlong policy"
+        )
+    return buckets
+
+
+def padding_overhead(lengths: np.ndarray, boundaries: np.ndarray) -> float:
+    """Padding per real token when each length is rounded up to its bucket: computed/real - 1.
+
+    Args:
+        lengths: [n] ints >= 1, tokens, n >= 1.
+        boundaries: [K] ints, increasing.
+    Raises:
+        LengthsError: as `bucket_of`.
+    """
+    computed = real = 0
+    for first in range(0, lengths.size, BLOCK):
+        block = lengths[first : first + BLOCK]
+        computed += int(boundaries[bucket_of(block, boundaries)].sum())
+        real += int(block.sum(dtype=np.int64))
+    return computed / real - 1

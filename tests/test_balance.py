@@ -1,0 +1,186 @@
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ms_varlen.errors import DataError
+from ms_varlen.planning import balance
+from ms_varlen.planning.balance import (
+    StepGrid,
+    balance_micro_batches,
+    balance_plan,
+    balance_step,
+    imbalance,
+    rank_costs,
+)
+from ms_varlen.planning.batching import token_budget_offsets
+
+NO_LIMIT = 10**9
+
+
+def transformer_cost(lengths, hidden=4096):
+    return lengths + lengths.astype(np.float64) ** 2 / (6 * hidden)
+
+
+def lognormal_lengths(samples):
+    normal = np.random.default_rng(0).standard_normal(samples)
+    return np.clip(np.round(180 * np.exp(1.0453 * normal)), 1, 4096).astype(np.int32)
+
+
+def groups(offsets, order):
+    return [order[a:b].tolist() for a, b in itertools.pairwise(offsets)]
+
+
+@st.composite
+def plans(draw):
+    """A plan within its limits, made of samples in their order."""
+    lengths = np.array(draw(st.lists(st.integers(1, 20), min_size=1, max_size=80)), np.int32)
+    grid = StepGrid(
+        draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(20, 60)), draw(st.integers(1, 6))
+    )
+    order = np.random.default_rng(draw(st.integers(0, 9))).permutation(lengths.size)
+    offsets = token_budget_offsets(lengths[order], grid.token_budget, grid.max_segments)
+    return lengths, order, offsets, grid
+
+
+def test_imbalance_is_the_excess_of_the_slowest_over_the_mean():
+    assert imbalance(np.array([[3.0, 1.0], [2.0, 2.0]])).tolist() == [0.5, 0.0]
+
+
+def test_nine_samples_over_four_ranks():  # B04
+    parts = balance_step(np.ones(9, np.int32), np.ones(9), StepGrid(4, 1, NO_LIMIT, NO_LIMIT))
+    assert np.bincount(parts).tolist() == [3, 2, 2, 2]
+
+
+def test_longest_first_is_mended_by_swaps():
+    costs = np.array([5, 5, 4, 4, 3, 3, 3])  # longest first alone ends at 11, 8, 8
+    parts = balance_step(costs, costs, StepGrid(3, 1, NO_LIMIT, NO_LIMIT))
+    assert parts.tolist() == [2, 1, 1, 2, 0, 0, 0]  # 9, 9, 9
+
+
+def test_ranks_are_balanced_and_not_their_micro_batches():
+    costs = np.array([9, 1, 5, 5])
+    parts = balance_step(costs, costs, StepGrid(2, 2, NO_LIMIT, NO_LIMIT))
+    assert parts.tolist() == [0, 1, 2, 3]
+
+
+def test_a_costly_sample_leaves_no_micro_batch_of_its_rank_empty():
+    costs = np.array([100, 1, 1, 1, 1])
+    parts = balance_step(costs, costs, StepGrid(2, 2, NO_LIMIT, NO_LIMIT))
+    assert sorted(np.bincount(parts, minlength=4).tolist()) == [1, 1, 1, 2]
+
+
+def test_fewer_samples_than_parts_are_spread():
+    assert balance_step(np.array([4, 2]), np.array([4, 2]), StepGrid(4, 1, 8, 8)).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(("budget", "segments"), [(7, 8), (8, 1)])
+def test_samples_without_a_place_are_refused(budget, segments):
+    with pytest.raises(DataError, match=f"fit 2 micro-batches of {budget} tokens and {segments} segments, got 4"):
+        balance_step(np.full(4, 4), np.full(4, 4), StepGrid(2, 1, budget, segments))
+
+
+def test_each_rank_has_the_same_steps_and_the_rest_stays_behind():  # B06
+    lengths = np.array([8, 8, 8, 1, 1, 1], np.int32)
+    grid = StepGrid(2, 1, 8, 8)
+    offsets = token_budget_offsets(lengths, 8, 8)
+    order, offsets = balance_plan(lengths, lengths, np.arange(6), offsets, grid)
+    assert groups(offsets, order) == [[0], [1], [2], [3, 4, 5]]
+    left = np.array([0, 3, 4, 1, 2, 5])
+    order, offsets = balance_plan(lengths, lengths, left, token_budget_offsets(lengths[left], 8, 8), grid)
+    assert groups(offsets, order) == [[0], [3, 4], [1], [2], [5]]
+    assert rank_costs(lengths, order, offsets, grid).tolist() == [[8, 2], [8, 8]]
+
+
+def test_a_step_is_dealt_anew_and_samples_keep_their_order():
+    lengths = np.array([1, 2, 3, 4, 5, 6, 7, 8], np.int32)
+    order, offsets = balance_plan(lengths, lengths, np.arange(8), np.array([0, 4, 8]), StepGrid(2, 1, 99, 99))
+    assert groups(offsets, order) == [[0, 3, 4, 7], [1, 2, 5, 6]]
+
+
+def test_a_full_budget_keeps_the_grouping_that_fits():
+    # Longest first makes 5 + 2 and 4 + 3 of at most 8, and has no place for the other 2.
+    lengths = np.array([5, 3, 4, 2, 2], np.int32)
+    order, offsets = balance_plan(lengths, lengths, np.arange(5), np.array([0, 2, 5]), StepGrid(2, 1, 8, 8))
+    assert groups(offsets, order) == [[0, 1], [2, 3, 4]]
+
+
+def test_no_swap_breaks_the_budget_of_either_rank():
+    lengths, costs = np.array([6, 2, 5, 3]), np.array([9, 9, 1, 1])
+    # Any swap of two samples, and any move of one, gives a rank 9 tokens or more.
+    order, offsets = balance_plan(lengths, costs, np.arange(4), np.array([0, 2, 4]), StepGrid(2, 1, 8, 8))
+    assert groups(offsets, order) == [[0, 1], [2, 3]]
+
+
+@given(plans())
+def test_steps_keep_their_samples_and_parts_their_limits(plan):
+    lengths, order, offsets, grid = plan
+    costs = np.random.default_rng(0).integers(1, 50, lengths.size)  # not by length, so that limits and balance conflict
+    new_order, new_offsets = balance_plan(lengths, costs, order, offsets, grid)
+    whole = (offsets.size - 1) // grid.parts * grid.parts
+    steps = slice(0, whole + 1, grid.parts)
+    assert new_offsets[steps].tolist() == offsets[steps].tolist()
+    assert [sorted(g) for g in groups(offsets[steps], new_order)] == [sorted(g) for g in groups(offsets[steps], order)]
+    assert new_offsets[whole:].tolist() == offsets[whole:].tolist()
+    assert new_order[offsets[whole] :].tolist() == order[offsets[whole] :].tolist()
+    sizes = np.diff(new_offsets)
+    assert sizes.min() >= 1
+    assert sizes.max() <= grid.max_segments
+    assert np.add.reduceat(lengths[new_order], new_offsets[:-1]).max() <= grid.token_budget
+    before, after = (rank_costs(costs, *p, grid).max(axis=1) for p in [(order, offsets), (new_order, new_offsets)])
+    assert (after <= before * (1 + 1e-9)).all()
+
+
+@given(plans())
+def test_a_step_does_not_depend_on_those_worked_on_with_it(plan):
+    lengths, order, offsets, grid = plan
+    together = balance_plan(lengths, lengths, order, offsets, grid)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(balance, "CHUNK_SAMPLES", 1)
+        alone = balance_plan(lengths, lengths, order, offsets, grid)
+    assert [a.tolist() for a in together] == [a.tolist() for a in alone]
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(1, 5), st.integers(1, 3))
+def test_no_part_of_a_step_is_empty_and_none_repeats(costs, world_size, micro_batches):
+    costs = np.array(costs)
+    grid = StepGrid(world_size, micro_batches, NO_LIMIT, NO_LIMIT)
+    parts = balance_step(costs, costs, grid)
+    used = np.unique(parts)
+    assert used.size == min(grid.parts, costs.size)
+    assert 0 <= used.min() <= used.max() < grid.parts
+
+
+@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 4), st.integers(1, 3))
+def test_whole_micro_batches_stay_in_their_step(costs, world_size, micro_batches):
+    costs = np.array(costs, np.int64)
+    order = balance_micro_batches(costs, world_size, micro_batches)
+    per_step = world_size * micro_batches
+    whole = costs.size // per_step * per_step
+    in_steps = order[:whole].reshape(-1, per_step)
+    assert np.sort(in_steps, axis=1).tolist() == np.arange(whole).reshape(-1, per_step).tolist()
+    assert order[whole:].tolist() == list(range(whole, costs.size))
+    before, after = (
+        c.reshape(-1, world_size, micro_batches).sum(2).max(1) for c in (costs[:whole], costs[order[:whole]])
+    )
+    assert (after <= before).all()
+
+
+def test_micro_batches_of_two_ranks_are_paired():
+    assert balance_micro_batches(np.array([8, 7, 2, 1, 5]), 2, 2).tolist() == [0, 3, 1, 2, 4]
+
+
+def test_eight_ranks_wait_for_at_most_one_percent():
+    lengths = lognormal_lengths(100 * 8 * 16)
+    grid = StepGrid(8, 1, NO_LIMIT, NO_LIMIT)
+    plan = np.arange(lengths.size), np.arange(0, lengths.size + 1, 16)
+    costs = transformer_cost(lengths)
+    before = imbalance(rank_costs(costs, *plan, grid))
+    after = imbalance(rank_costs(costs, *balance_plan(lengths, costs, *plan, grid), grid))
+    assert before.mean() > 0.5
+    assert after.mean() <= 0.01
+    means = costs.reshape(100, 8, 16).sum(axis=(1, 2)) / 8
+    floor = np.maximum(costs.reshape(100, -1).max(axis=1) / means - 1, 0)
+    assert (after <= floor + 0.01).all()

@@ -1,0 +1,185 @@
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ms_varlen.errors import LengthsError, ShapesError
+from ms_varlen.planning.buckets import (
+    bucket_of,
+    check_boundaries,
+    dense_low,
+    equal_counts,
+    geometric,
+    length_counts,
+    optimal_boundaries,
+    padding_overhead,
+    uniform,
+)
+from ms_varlen.planning.cost import TOKENS, CostModel
+
+small_corpora = st.lists(st.integers(1, 40), min_size=1, max_size=30).map(lambda values: np.array(values, np.int32))
+
+
+@pytest.fixture(scope="module")
+def lognormal():
+    lengths = np.random.default_rng(0).lognormal(np.log(180), 1.0453, 1_000_000)
+    return np.clip(np.round(lengths), 1, 4096).astype(np.int32)
+
+
+def cost_of(lengths, boundaries, model):
+    return model.cost(boundaries[bucket_of(lengths, boundaries)]).sum()
+
+
+def least_cost(lengths, num_buckets, divisor, model):
+    """By trying every list."""
+    last = -(-int(lengths.max()) // divisor)
+    lists = (
+        np.array([*inner, last]) * divisor
+        for k in range(min(num_buckets, last))
+        for inner in itertools.combinations(range(1, last), k)
+    )
+    return min(cost_of(lengths, boundaries, model) for boundaries in lists)
+
+
+def test_equal_length_belongs_to_its_boundary():
+    boundaries = np.array([64, 128, 256])
+    assert bucket_of(np.array([1, 64, 65, 128, 129, 256]), boundaries).tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_length_above_the_last_bucket_is_refused_by_place():
+    with pytest.raises(LengthsError, match=r"lengths\[1\] must be <= 128, the last bucket, got 129"):
+        bucket_of(np.array([5, 129]), np.array([64, 128]))
+
+
+def test_sizes_are_rounded_up_to_the_divisor():  # K18
+    assert optimal_boundaries(length_counts(np.array([13])), TOKENS.cost, 4, 16).tolist() == [16]
+
+
+def test_two_buckets_split_where_least_is_padded():
+    lengths = np.array([1, 1, 1, 2, 9, 10])
+    assert optimal_boundaries(length_counts(lengths), TOKENS.cost, 2, 1).tolist() == [2, 10]
+    assert padding_overhead(lengths, np.array([2, 10])) == pytest.approx((4 * 2 + 2 * 10) / 24 - 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(small_corpora, st.integers(1, 4), st.sampled_from([3, 8]), st.sampled_from([TOKENS, CostModel(1.0, 0.2)]))
+def test_no_list_costs_less(lengths, num_buckets, divisor, model):
+    boundaries = optimal_boundaries(length_counts(lengths), model.cost, num_buckets, divisor)
+    assert len(boundaries) <= num_buckets
+    assert check_boundaries(boundaries.tolist(), int(lengths.max()), divisor, "boundaries").tolist() == [*boundaries]
+    assert cost_of(lengths, boundaries, model) == pytest.approx(least_cost(lengths, num_buckets, divisor, model))
+
+
+@settings(max_examples=60, deadline=None)
+@given(small_corpora, st.floats(0.5, 50.0))
+def test_a_cost_per_bucket_chooses_the_number_that_pays(lengths, cost_per_bucket):
+    counts = length_counts(lengths)
+    chosen = optimal_boundaries(counts, TOKENS.cost, None, 4, cost_per_bucket)
+    totals = [
+        cost_of(lengths, boundaries, TOKENS) + cost_per_bucket * len(boundaries)
+        for boundaries in (optimal_boundaries(counts, TOKENS.cost, k, 4) for k in range(1, 11))
+    ]
+    assert cost_of(lengths, chosen, TOKENS) + cost_per_bucket * len(chosen) == pytest.approx(min(totals))
+
+
+def test_more_buckets_than_lengths_waste_nothing():
+    lengths = np.array([3, 7, 7, 20])
+    boundaries = optimal_boundaries(length_counts(lengths), TOKENS.cost, 10, 1)
+    assert (boundaries.tolist(), padding_overhead(lengths, boundaries)) == ([3, 7, 20], 0.0)
+
+
+def test_attention_makes_long_buckets_finer():
+    counts = length_counts(np.arange(1, 4097))
+    by_tokens, by_square = (optimal_boundaries(counts, m.cost, 4, 16) for m in (TOKENS, CostModel(0.0, 1.0)))
+    assert by_tokens.tolist() == [1024, 2048, 3072, 4096]
+    assert (by_square[:3] > by_tokens[:3]).all()
+
+
+def test_sizes_of_T_come_from_the_tokens_of_micro_batches():
+    needed = np.array([4090, 4096, 4033, 3970, 512])  # the last micro-batch of an epoch is small
+    assert optimal_boundaries(length_counts(needed), TOKENS.cost, 3, 64).tolist() == [512, 4032, 4096]
+
+
+@pytest.mark.parametrize(("num_buckets", "most"), [(12, 0.203), (6, 0.458)])
+def test_optimal_boundaries_reach_the_optimum_of_the_known_spread(lognormal, num_buckets, most):
+    boundaries = optimal_boundaries(length_counts(lognormal), TOKENS.cost, num_buckets, 16)
+    assert boundaries.size == num_buckets
+    assert padding_overhead(lognormal, boundaries) <= most
+
+
+def test_the_list_written_by_hand_wastes_more(lognormal):
+    assert padding_overhead(lognormal, dense_low(4096, 12, 16)) == pytest.approx(0.216, abs=5e-4)
+
+
+spreads = st.one_of(
+    st.builds(lambda mean, sigma: ("narrow", mean, sigma), st.floats(50, 3000), st.floats(1, 100)),
+    st.builds(lambda low, high: ("bimodal", low, high), st.floats(20, 300), st.floats(1000, 4000)),
+    st.builds(lambda median, sigma: ("long", median, sigma), st.floats(50, 3000), st.floats(0.3, 2.0)),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(spreads, st.integers(1, 16), st.sampled_from([16, 64]), st.integers(0, 99))
+def test_never_worse_than_the_other_kinds(spread, num_buckets, divisor, seed):
+    rng, (kind, a, b) = np.random.default_rng(seed), spread
+    lengths = {
+        "narrow": lambda: rng.normal(a, b, 2000),
+        "bimodal": lambda: np.where(rng.random(2000) < 0.6, rng.normal(a, a / 5, 2000), rng.normal(b, b / 9, 2000)),
+        "long": lambda: rng.lognormal(np.log(a), b, 2000),
+    }[kind]()
+    lengths = np.clip(np.round(lengths), 1, 8192).astype(np.int32)
+    counts, longest = length_counts(lengths), int(lengths.max())
+    best = padding_overhead(lengths, optimal_boundaries(counts, TOKENS.cost, num_buckets, divisor))
+    others = [kind(longest, num_buckets, divisor) for kind in (dense_low, geometric, uniform)]
+    for boundaries in [*others, equal_counts(counts, num_buckets, divisor)]:
+        assert boundaries.size <= num_buckets
+        assert best <= padding_overhead(lengths, boundaries) + 1e-12
+
+
+def test_the_other_kinds_written_out():
+    assert dense_low(4096, 12, 16).tolist() == [64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096]
+    assert geometric(4096, 5, 16).tolist() == [16, 64, 256, 1024, 4096]
+    assert uniform(100, 4, 8).tolist() == [32, 56, 80, 104]
+    assert equal_counts(length_counts(np.array([1, 2, 3, 4, 50, 60])), 3, 2).tolist() == [2, 4, 60]
+    assert dense_low(4096, 1, 16).tolist() == geometric(4096, 1, 16).tolist() == uniform(4096, 1, 16).tolist() == [4096]
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "message"),
+    [
+        ([], r"row_buckets must be a list of whole numbers, got \[\]"),
+        ([64.0, 128], r"row_buckets must be a list of whole numbers, got \[64.0, 128\]"),
+        ([64, 100, 256], r"row_buckets\[1\] must be a multiple of 64 \(shapes.divisor\) above 64, got 100; 128 is"),
+        ([128, 64, 256], r"row_buckets\[1\] must be a multiple of 64 \(shapes.divisor\) above 128, got 64; 192 is"),
+        ([0, 256], r"row_buckets\[0\] must be a multiple of 64 \(shapes.divisor\) above 0, got 0"),
+        ([64, 128], r"row_buckets\[1\], the last, must be >= 200, the longest there is, got 128; append 256"),
+    ],
+)
+def test_an_explicit_list_is_refused_by_place(boundaries, message):
+    with pytest.raises(ShapesError, match=message):
+        check_boundaries(boundaries, 200, 64, "row_buckets")
+
+
+def test_an_explicit_list_that_fits_is_kept():
+    assert check_boundaries([64, 256], 256, 64, "row_buckets").tolist() == [64, 256]
+
+
+def test_counts_are_exact_over_blocks():
+    lengths = np.tile(np.array([1, 2, 2, 5], np.int32), 300_000)
+    assert length_counts(lengths).tolist() == [0, 300_000, 600_000, 0, 0, 300_000]
+
+
+def test_bad_input_is_refused_by_name():
+    counts = length_counts(np.array([3, 5]))
+    with pytest.raises(LengthsError, match=r"lengths\[1\] must be >= 1, got 0"):
+        length_counts(np.array([3, 0]))
+    with pytest.raises(ShapesError, match="cost_per_bucket must be > 0 when num_buckets is None"):
+        optimal_boundaries(counts, TOKENS.cost, None, 16)
+    with pytest.raises(ShapesError, match="num_buckets must be >= 1, got 0"):
+        optimal_boundaries(counts, TOKENS.cost, 0, 16)
+    with pytest.raises(ShapesError, match="cost must increase"):
+        optimal_boundaries(counts, lambda lengths: np.ones(lengths.size), 2, 1)
+    with pytest.raises(LengthsError, match="counts must hold at least one length"):
+        optimal_boundaries(np.zeros(9, np.int64), TOKENS.cost, 2, 16)
