@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 
 import numpy as np
@@ -9,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ms_varlen.cli import main
 from ms_varlen.diagnose import bench_results as results
 from ms_varlen.diagnose.bench import CALIBRATION_FILE, BenchSettings, bench
 from ms_varlen.diagnose.bench_contenders import (
@@ -389,14 +389,15 @@ def test_torch_inputs_hold_the_same_samples():
 
 
 @pytest.mark.graph
-def test_bench_command_runs_contenders_in_processes(values, tmp_path, monkeypatch, capsys):
+def test_bench_command_runs_contenders_in_processes(values, tmp_path):
     changed = {**values, "graph": {"compile_cache": "off"}, "checkpoint": {"output_dir": str(tmp_path / "output")}}
     path = tmp_path / "recipe.yaml"
     path.write_text(json.dumps(changed))
-    monkeypatch.setattr(sys, "stdin", None)
-    status = main(["bench", str(path), "--modes", "varlen_range,padded", "--steps", "2", "--warmup", "1", "--json"])
-    result = json.loads(capsys.readouterr().out)
-    assert status == 0, result
+    command = [sys.executable, "-m", "ms_varlen.cli", "bench", str(path), "--modes", "varlen_range,padded"]
+    options = ["--steps", "2", "--warmup", "1", "--json"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
     varlen, padded = result["contenders"]["varlen_range"], result["contenders"]["padded"]
     assert (varlen["warm_compile_cache"], padded["warm_compile_cache"]) == ("warm", "warm")
     assert varlen["graphs"] == {"train": 1, "apply": 1}
