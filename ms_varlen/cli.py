@@ -200,6 +200,7 @@ def align_command(
     """Compare the recipe's mode with dense padded attention, step by step; exit status 1 when they differ."""
     loaded = load_recipe(recipe, overrides or [])
     from ms_varlen.diagnose.align import align
+    from ms_varlen.diagnose.alignment import save_alignment
     from ms_varlen.diagnose.report import write_align_report
 
     with _progress() as bars:
@@ -214,13 +215,49 @@ def align_command(
             store,
         )
     path = write_align_report(result, report or loaded.checkpoint.output_dir / "align.html")
+    save_alignment(loaded, result)
     result["report"] = str(path)
     if as_json:
         print(json.dumps(_finite(result), allow_nan=False))
     else:
-        shown = {key: value for key, value in result.items() if not isinstance(value, list)}
+        shown = {key: value for key, value in result.items() if not isinstance(value, list | dict)}
         _print_table("aligned" if result["passed"] else "NOT aligned", shown)
     raise typer.Exit(0 if result["passed"] else 1)
+
+
+@app.command("bench")
+def bench_command(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    modes: Annotated[
+        str | None, typer.Option(help="Ways of our own to compare, by comma; default all of them.")
+    ] = None,
+    peers: Annotated[str, typer.Option(help="Others to compare with, by comma: torch, mindformers.")] = "",
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 12,
+    warmup: Annotated[int, typer.Option(min=1, help="Steps before them, not timed.")] = 2,
+    report: Annotated[Path | None, typer.Option(help="HTML page to write; default bench.html in output_dir.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare modes, shapes and other frameworks on the recipe's steps, in turns; exit status 1 when one fails."""
+    loaded = load_recipe(recipe, overrides or [])
+    from ms_varlen.diagnose.bench import BenchSettings, bench
+    from ms_varlen.diagnose.bench_contenders import OURS
+    from ms_varlen.diagnose.bench_report import bench_tables, write_bench_report
+
+    settings = BenchSettings(
+        modes.split(",") if modes else list(OURS), peers.split(",") if peers else [], steps, warmup
+    )
+    with _progress() as bars:
+        bar = bars.add_task("bench", total=steps + warmup)
+        result = bench(loaded, settings, lambda done: bars.update(bar, completed=done), _store_bar(bars))
+    result["report"] = str(write_bench_report(result, report or loaded.checkpoint.output_dir / "bench.html"))
+    if as_json:
+        print(json.dumps(_finite(result), allow_nan=False))
+    else:
+        for table in bench_tables(result):
+            _print_columns(table.title, table.head, table.rows, table.notes)
+        Console().print(f"report: {result['report']}", soft_wrap=True)
+    raise typer.Exit(1 if any("error" in row for row in result["contenders"].values()) else 0)
 
 
 @app.command("schema")
@@ -282,6 +319,18 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(entry) for entry in value]
     return None if isinstance(value, float) and value - value != 0 else value
+
+
+def _print_columns(title: str, head: list[str], rows: list[list[str]], notes: list[str]) -> None:
+    """A table with a name in the first column and numbers in the others."""
+    table = Table(
+        title=title, title_justify="left", title_style="bold", caption="\n".join(notes), caption_justify="left"
+    )
+    for place, heading in enumerate(head):
+        table.add_column(heading, justify="right" if place and notes else "left")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
 
 
 def _print_table(title: str, rows: dict[str, Any]) -> None:

@@ -105,16 +105,19 @@ def read_lists(lengths: np.ndarray, packs: list[list[int]]) -> Packs:
 
 
 def arrow_table(lengths: np.ndarray) -> Any:
-    """The lengths as a table of sequences; their tokens have no bytes, so that no time goes into copying them."""
+    """The lengths as a table of sequences, tokens of one byte."""
     import pyarrow as pa
     import trl.data_utils  # noqa: F401 - seconds, which are not to be timed
 
     offsets = np.append(0, np.cumsum(lengths, dtype=np.int64))
-    return pa.table({"input_ids": pa.LargeListArray.from_arrays(pa.array(offsets), pa.nulls(offsets[-1]))})
+    return pa.table({"input_ids": pa.LargeListArray.from_arrays(pa.array(offsets), np.zeros(offsets[-1], np.int8))})
 
 
 def trl_bfd(table: Any) -> Any:
-    """TRL's packing of one whole table; by default it packs 1000 rows at a time, which fills less."""
+    """TRL's packing of one whole table; by default it packs 1000 rows at a time, which fills less.
+
+    It moves the tokens as well, which is four tenths of its time.
+    """
     from trl.data_utils import _pack_bfd
 
     return _pack_bfd(table, CAPACITY)

@@ -5,6 +5,7 @@ time. Each line on stdin is `{"command": ["train", "tiny.yaml"], "faults": [{"ki
 line on stdout says what became of it: `status` (minus the signal's number after a kill), `stdout` and `stderr`.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import functools
@@ -28,7 +29,7 @@ TIMES = {"step_ms", "data_ms"}
 RECIPE = """
 mode: varlen
 data: {{source: {corpus}, tokenizer: bytes, eval_fraction: 0.1}}
-batch: {{token_budget: 256}}
+batch: {{token_budget: 256, micro_batches: 2}}
 shapes: {{kind: range, divisor: 32}}
 model:
   config: {{architecture: llama, hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2}}
@@ -42,19 +43,25 @@ checkpoint: {{output_dir: {folder}/output, every: 3}}
 
 @dataclasses.dataclass(frozen=True)
 class Tiny:
-    """The recipe of the smallest decoder, and its first run, which compiled all graphs.
+    """The recipe of the smallest decoder, its first run, which compiled all graphs, and a server for further ones.
 
     Attributes:
-        recipe: path of the recipe; 12 steps, 8 of them an epoch.
+        recipe: path of the recipe: 12 steps of two micro-batches, 4 steps an epoch.
         cache: folder of token stores and graphs.
-        run: the run's folder.
+        run: the first run's folder.
         done: what the program printed.
+        program: the server.
     """
 
     recipe: str
     cache: Path
     run: Path
     done: subprocess.CompletedProcess
+    program: "Server"
+
+    def train(self, folder, *arguments, faults=()):
+        """`ms-varlen train` of the recipe into another folder."""
+        return self.program("train", self.recipe, f"checkpoint.output_dir={folder}", *arguments, faults=faults)
 
 
 @functools.cache
@@ -70,7 +77,7 @@ def first_run(base):
     recipe.write_text(RECIPE.format(corpus=corpus, folder=folder))
     done = ms_varlen(folder / "cache", "train", str(recipe), "--json")
     assert done.returncode == 0, done.stderr
-    return Tiny(str(recipe), folder / "cache", folder / "output" / "varlen", done)
+    return Tiny(str(recipe), folder / "cache", folder / "output" / "varlen", done, Server(folder / "cache"))
 
 
 def environment(cache):
@@ -94,6 +101,7 @@ class Server:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(cache)
         )
+        atexit.register(self._process.communicate)  # the end of its stdin is the server's
 
     def __call__(self, *command, faults=()):
         request = json.dumps({"command": command, "faults": faults})
@@ -101,12 +109,6 @@ class Server:
         self._process.stdin.flush()
         answer = json.loads(self._process.stdout.readline())
         return subprocess.CompletedProcess(command, **answer)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self._process.communicate()
 
 
 def metrics(folder):

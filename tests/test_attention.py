@@ -13,7 +13,7 @@ from naive_attention import HALF, KV, OutputAndGradients, assert_close, declared
 
 from ms_varlen.errors import LengthsError, VarlenError
 from ms_varlen.lengths import SeqLens
-from ms_varlen.ops import body
+from ms_varlen.ops import body as bodies
 from ms_varlen.ops.attention import (
     attention_columns,
     attention_inputs,
@@ -26,8 +26,15 @@ from ms_varlen.ops.attention import (
 CASES = [[1], [5, 9, 33], [64], [64, 64], [63, 1, 1, 65], [1, 1, 1], [150], [30, 100, 7, 60]]
 
 
-@functools.cache
+pytestmark = pytest.mark.usefixtures("body")
+
+
 def cell(name):
+    return cell_of(name, bodies.body_in_use())
+
+
+@functools.cache
+def cell_of(name, body_name):
     """One compiled graph per kind for the whole module; "pynative" is the same Cell without a graph."""
     net = OutputAndGradients(varlen_attention)
     if name == "dynamic":
@@ -47,6 +54,7 @@ def run(name, arrays, columns, dtype=ms.float32):
 
 
 def run_varlen(name, arrays, lens, dtype=ms.float32):
+    # The kernel reads the ends alone and lets the reference's columns pass by.
     return run(name, arrays, attention_columns(lens, "reference"), dtype)
 
 
@@ -271,26 +279,27 @@ def test_right_ends_pass_up_to_1024_segments():
 
 
 @pytest.fixture
-def ascend_body():
-    body.use_body("ascend")
+def ascend_body(body):
+    bodies.use_body("ascend")
     yield
-    body.use_body(None)
+    bodies.use_body(body)
 
 
 def test_the_device_decides_once_and_says_so(caplog, monkeypatch):
+    monkeypatch.setattr(bodies, "_asked_for", None)
     with caplog.at_level(logging.INFO, "ms_varlen"):
-        for target, expected in (("CPU", "reference"), ("Ascend", "ascend")):
-            monkeypatch.setattr(body.ms, "get_context", lambda name, target=target: target)
-            body._pick.cache_clear()
-            assert [body.body_in_use(), body.body_in_use()] == [expected] * 2
-    body._pick.cache_clear()
+        for target, expected in (("CPU", "kernel"), ("Ascend", "ascend")):
+            monkeypatch.setattr(bodies.ms, "get_context", lambda name, target=target: target)
+            bodies._pick.cache_clear()
+            assert [bodies.body_in_use(), bodies.body_in_use()] == [expected] * 2
+    bodies._pick.cache_clear()
     assert [record.getMessage() for record in caplog.records] == [
-        "varlen_attention uses the reference body (plain MindSpore operators) on CPU",
-        "varlen_attention uses the ascend body (FlashAttentionScore) on Ascend",
+        "operators use the kernel body (C++ kernels) on CPU",
+        "operators use the ascend body (fused operators) on Ascend",
     ]
 
 
 def test_a_body_can_be_asked_for(ascend_body):
-    assert body.body_in_use() == "ascend"
-    with pytest.raises(VarlenError, match="body must be one of ascend, reference, got 'cuda'"):
-        body.use_body("cuda")
+    assert bodies.body_in_use() == "ascend"
+    with pytest.raises(VarlenError, match="body must be one of ascend, kernel, reference, got 'cuda'"):
+        bodies.use_body("cuda")

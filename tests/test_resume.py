@@ -14,28 +14,6 @@ def tiny(tmp_path_factory):
     return cli_run.first_run(tmp_path_factory.getbasetemp())
 
 
-@pytest.fixture(scope="module")
-def program(tiny):
-    with cli_run.Server(tiny.cache) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def twelve_steps(tiny, program, tmp_path_factory):
-    """An uninterrupted run of two micro-batches a step, 4 steps an epoch."""
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    done = train(program, tiny, folder)
-    assert done.returncode == 0, done.stderr
-    assert [line["epoch"] for line in metrics(folder / "varlen")] == [0] * 4 + [1] * 4 + [2] * 4
-    return folder / "varlen"
-
-
-def train(program, tiny, folder, *overrides, faults=()):
-    return program(
-        "train", tiny.recipe, f"checkpoint.output_dir={folder}", "batch.micro_batches=2", *overrides, faults=faults
-    )
-
-
 def assert_same_run(found, expected):
     assert metrics(found) == metrics(expected)
     assert checkpoints(found) == checkpoints(expected)
@@ -49,7 +27,8 @@ def contents(folder):
     return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in sorted(folder.rglob("step_*/*"))}
 
 
-def test_run_killed_at_every_point_equals_the_uninterrupted_run(tiny, program, twelve_steps, tmp_path):
+def test_run_killed_at_every_point_equals_the_uninterrupted_run(tiny, tmp_path):
+    assert [line["epoch"] for line in metrics(tiny.run)] == [0] * 4 + [1] * 4 + [2] * 4
     run = tmp_path / "varlen"
     kills = [  # where, in which step, and what it leaves: lines of metrics, checkpoints
         ("kill_in_step", 2, 1, []),
@@ -57,77 +36,77 @@ def test_run_killed_at_every_point_equals_the_uninterrupted_run(tiny, program, t
         ("before_rename", 6, 6, [3]),
         ("kill_in_step", 6, 5, [3]),  # in the middle of the second epoch
         ("after_rename", 9, 9, [3, 6, 9]),
-        ("kill_in_step", 11, 10, [6, 9]),
+        ("kill_in_step", 11, 10, [3, 6, 9]),
     ]
     for kind, step, lines, saved in kills:
-        done = train(program, tiny, tmp_path, faults=[{"kind": kind, "step": step}])
+        done = tiny.train(tmp_path, faults=[{"kind": kind, "step": step}])
         assert done.returncode == -9, done.stderr
-        assert metrics(run) == metrics(twelve_steps)[:lines]
+        assert metrics(run) == metrics(tiny.run)[:lines]
         assert checkpoints(run) == saved
-    done = train(program, tiny, tmp_path)
+    done = tiny.train(tmp_path)
     assert done.returncode == 0, done.stderr
     assert "goes on at step 9" in done.stderr
-    assert_same_run(run, twelve_steps)
+    assert_same_run(run, tiny.run)
     assert not list(run.glob(".tmp-*"))
 
 
-def test_interrupt_ends_with_130_at_once_and_the_run_goes_on(tiny, program, twelve_steps, tmp_path):
-    done = train(program, tiny, tmp_path, faults=[{"kind": "interrupt", "step": 5}])
+def test_interrupt_ends_with_130_at_once_and_the_run_goes_on(tiny, tmp_path):
+    done = tiny.train(tmp_path, faults=[{"kind": "interrupt", "step": 5}])
     begin = float(re.search(r"interrupted at ([\d.]+)", done.stderr)[1])
     assert (done.returncode, checkpoints(tmp_path / "varlen")) == (130, [3])
     assert time.time() - begin < 5
     assert "Traceback" not in done.stderr
-    assert train(program, tiny, tmp_path).returncode == 0
-    assert_same_run(tmp_path / "varlen", twelve_steps)
+    assert tiny.train(tmp_path).returncode == 0
+    assert_same_run(tmp_path / "varlen", tiny.run)
 
 
-def test_finished_run_asked_for_more_steps_equals_one_run(tiny, program, twelve_steps, tmp_path):
+def test_finished_run_asked_for_more_steps_equals_one_run(tiny, tmp_path):
     for steps in (9, 12):
-        done = train(program, tiny, tmp_path, f"train.steps={steps}")
+        done = tiny.train(tmp_path, f"train.steps={steps}")
         assert done.returncode == 0, done.stderr
-    assert_same_run(tmp_path / "varlen", twelve_steps)
+    assert_same_run(tmp_path / "varlen", tiny.run)
 
 
-def test_finished_run_says_so_and_is_left_alone(tiny, program, twelve_steps):
-    before, lines = contents(twelve_steps), metrics(twelve_steps)
-    done = train(program, tiny, twelve_steps.parent)
+def test_finished_run_says_so_and_is_left_alone(tiny):
+    before, lines = contents(tiny.run), metrics(tiny.run)
+    done = tiny.train(tiny.run.parent)
     assert done.returncode == 0
     assert "has its 12 steps already; raise train.steps to go on" in done.stderr
     assert len(before) == 8
-    assert contents(twelve_steps) == before
-    assert metrics(twelve_steps) == lines
+    assert contents(tiny.run) == before
+    assert metrics(tiny.run) == lines
 
 
-def test_changed_key_is_refused_by_name(tiny, program, twelve_steps):
-    before = contents(twelve_steps)
-    done = train(program, tiny, twelve_steps.parent, "train.steps=15", "train.learning_rate=2e-2")
+def test_changed_key_is_refused_by_name(tiny):
+    before = contents(tiny.run)
+    done = tiny.train(tiny.run.parent, "train.steps=15", "train.learning_rate=2e-2")
     assert done.returncode == 1
     assert "train.learning_rate: was 0.01, is 0.02; set back what changed" in done.stderr
-    assert contents(twelve_steps) == before
+    assert contents(tiny.run) == before
 
 
-def test_checkpoint_of_another_mode_is_refused_and_never_begins_anew(tiny, program, twelve_steps):
-    output = twelve_steps.parent
+def test_checkpoint_of_another_mode_is_refused_and_never_begins_anew(tiny):
+    output = tiny.run.parent
     one_step = ("graph.mode=pynative", "train.steps=1")
     rows = ("mode=padded", "model.variable_seq_lengths=false", "batch.token_budget=null", "batch.rows=4")
-    done = train(program, tiny, output, *one_step, *rows)
+    done = tiny.train(output, *one_step, *rows)
     assert (done.returncode, checkpoints(output / "padded")) == (0, [1]), done.stderr
-    done = train(program, tiny, output, f"checkpoint.resume={output}/padded/step_00000001")
+    done = tiny.train(output, f"checkpoint.resume={output}/padded/step_00000001")
     assert done.returncode == 1
     assert "step_00000001 is a padded checkpoint, this recipe trains varlen" in done.stderr
-    done = train(program, tiny, output, f"checkpoint.resume={twelve_steps}/step_00000012", *rows)
+    done = tiny.train(output, f"checkpoint.resume={tiny.run}/step_00000012", *rows)
     assert done.returncode == 1
     assert "step_00000012 is a varlen checkpoint, this recipe trains padded" in done.stderr
     assert not (output / "varlen-2").exists()
-    done = train(program, tiny, output, *one_step, "checkpoint.resume=never")
+    done = tiny.train(output, *one_step, "checkpoint.resume=never")
     assert (done.returncode, checkpoints(output / "varlen-2")) == (0, [1]), done.stderr
     assert sorted(os.listdir(output)) == [".lock", "padded", "varlen", "varlen-2"]
 
 
-def test_graph_and_pynative_agree(tiny, program, twelve_steps, tmp_path):
-    done = train(program, tiny, tmp_path, "graph.mode=pynative", "train.steps=10")
+def test_graph_and_pynative_agree(tiny, tmp_path):
+    done = tiny.train(tmp_path, "graph.mode=pynative", "train.steps=10")
     assert done.returncode == 0, done.stderr
-    pynative, graph = metrics(tmp_path / "varlen"), metrics(twelve_steps)[:10]
+    pynative, graph = metrics(tmp_path / "varlen"), metrics(tiny.run)[:10]
     assert [line["sample_ids_sha256"] for line in pynative] == [line["sample_ids_sha256"] for line in graph]
     assert [line["graphs_compiled"] for line in pynative] == [{"train": 0, "apply": 0, "eval": 0}] * 10
     # fp32 rounding: the orders of sums differ, and ten steps add up to about a millionth.

@@ -10,8 +10,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 
-from ms_varlen.data.config import DataConfig, missing_files, store_root
-from ms_varlen.data.sources import JsonLinesSource, PydocSource, open_source
+from ms_varlen.data.config import DataConfig, LognormalLengths, missing_files, store_root
+from ms_varlen.data.sources import JsonLinesSource, LognormalSource, PydocSource, open_source
 from ms_varlen.data.tokenizers import ByteTokenizer, open_tokenizer
 from ms_varlen.errors import DataError
 
@@ -239,3 +239,49 @@ def test_nothing_here_imports_mindspore():
 
 def test_byte_ids_fit_the_vocabulary():
     assert ByteTokenizer.vocab_size == 1 + max(ByteTokenizer.eos_id, ByteTokenizer.pad_id)
+
+
+def test_lognormal_lengths_have_the_median_and_p99_asked_for():
+    source = open_source("lognormal(median=180, p99=2048, samples=4000, seed=0)")
+    documents = list(source)
+    tokens = np.array([ids.size for ids in ByteTokenizer().encode_documents([d.text for d in documents])])
+    median, p99 = np.percentile(tokens, [50, 99])
+    assert len(documents) == 4000
+    assert abs(median / 180 - 1) < 0.05
+    assert abs(p99 / 2048 - 1) < 0.2
+    assert tokens.min() >= 2
+    assert documents[-1].done == 1.0
+    assert all(set(d.text) <= set(" abcdefghijklmnopqrstuvwxyz") and d.text.strip() == d.text for d in documents)
+    assert max(len(word) for d in documents for word in d.text.split()) <= 10
+
+
+def test_lognormal_is_a_function_of_its_settings():
+    def found(source):
+        return texts(open_source(source)), open_source(source).fingerprint()
+
+    first = found("lognormal(median=20, p99=90, samples=30, seed=3)")
+    assert first == found("lognormal( seed=3,samples = 30, p99=90, median=20 )")
+    others = [found(f"lognormal(median=20, p99=90, samples=30, seed={seed})") for seed in (4, 5)]
+    assert len({tuple(t) for t, _ in (first, *others)}) == len({f for _, f in (first, *others)}) == 3
+    assert LognormalSource(LognormalLengths.parse("lognormal()")).lengths == LognormalLengths(180, 2048, 20000, 0)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("lognormal(mean=3)", r"lognormal\(...\) with each of median, p99, samples, seed at most once, got"),
+        ("lognormal(median=3, median=4)", "at most once"),
+        ("lognormal(median=3 p99=9)", "at most once"),
+        ("lognormal(median=1.5)", "at most once"),
+        ("lognormal(median=300, p99=200)", "must have 2 <= median < p99 and samples >= 1"),
+        ("lognormal(median=1)", "must have 2 <= median"),
+        ("lognormal(samples=0)", "samples >= 1"),
+    ],
+)
+def test_wrong_lognormal_is_refused(source, message):
+    with pytest.raises(ValidationError, match=message):
+        DataConfig(source=source, tokenizer="bytes")
+
+
+def test_lognormal_needs_no_file():
+    assert missing_files(DataConfig(source="lognormal()", tokenizer="bytes")) == []

@@ -57,7 +57,7 @@ def workload(recipe_values):
 
 
 @pytest.fixture(scope="module")
-def graphs(workload):
+def graphs(workload, body):
     ms.set_context(mode=ms.PYNATIVE_MODE, pynative_synchronize=True)
     return TrainingGraphs(workload, "CPU")
 

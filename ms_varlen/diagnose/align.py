@@ -27,7 +27,7 @@ from ms_varlen.train.recipe import Recipe
 from ms_varlen.train.schedule import learning_rate
 from ms_varlen.train.workload import Workload, prepare
 
-DENSE_ROWS = 8
+DENSE_ROWS = 4
 """Rows of a micro-batch on the padded side."""
 
 LOSS_TOLERANCE = {"CPU": 2e-5, ASCEND: 1e-3}
@@ -35,6 +35,10 @@ LOSS_TOLERANCE = {"CPU": 2e-5, ASCEND: 1e-3}
 
 GRADIENT_TOLERANCE = {"CPU": 1e-5, ASCEND: 2e-2}
 """Largest relative difference of the first step's gradients, by device."""
+
+DRIFT_TOLERANCE = {"CPU": 1e-3, ASCEND: 1e-1}
+"""The same for later steps, whose weights differ by the rounding of the steps before. One segment end a token off its
+place moves the loss of its step by as little as 1e-5, but some gradient by more than 1e-2."""
 
 
 def align(
@@ -53,7 +57,8 @@ def align(
         tolerance: largest difference of the loss; by default that of `LOSS_TOLERANCE`.
         progress: told how far the token store is, where one is built.
     Returns:
-        losses by step, `max_abs_diff`, `gradient_max_rel_diff`, `first_failed_step`, `passed` and the tolerances.
+        losses and relative differences of the gradients by step, `max_abs_diff`, `gradient_max_rel_diff` (first step),
+        `gradient_max_drift` (later ones), `first_failed_step`, `passed` and the tolerances.
     """
     begin = time.perf_counter()
     workload = prepare(recipe, progress)
@@ -62,13 +67,13 @@ def align(
     compile_graphs(recipe.graph, *(side.graphs for side in sides))
     limit = LOSS_TOLERANCE[target] if tolerance is None else tolerance
     losses: list[tuple[float, float]] = []
-    gradient_diff, worst_parameter, hashes = 0.0, "", []
+    gradients: list[tuple[float, str]] = []
+    hashes = []
     for step, (state, plan) in enumerate(workload.plan_steps(workload.plans.start(), steps), start=1):
         parts = [plan.micro_batch(state.step, m) for m in range(recipe.batch.micro_batches)]
         ids = plan.step_ids(state.step)
-        supervised = [sides[0].accumulate(parts), sides[1].accumulate(_rows(ids))]
-        if step == 1:
-            gradient_diff, worst_parameter = gradient_difference(*(side.graphs.gradients() for side in sides))
+        supervised = [sides[0].accumulate(parts), sides[1].accumulate(_rows(ids, workload.store.train.lengths))]
+        gradients.append(gradient_difference(*(side.graphs.gradients() for side in sides)))
         rate = learning_rate(recipe.train, step)
         losses.append((sides[0].apply(rate, supervised[0]), sides[1].apply(rate, supervised[1])))
         hashes.append(ids_hash(ids))
@@ -77,30 +82,50 @@ def align(
         "recipe": recipe.checkpoint.output_dir.name,
         "mode": recipe.mode,
         "steps": steps,
-        **compare_losses(losses, limit),
-        "gradient_max_rel_diff": gradient_diff,
-        "gradient_worst_parameter": worst_parameter,
-        "gradient_tolerance": GRADIENT_TOLERANCE[target],
+        **compare(losses, gradients, limit, GRADIENT_TOLERANCE[target], DRIFT_TOLERANCE[target]),
         "sample_ids_sha256": hashes,
+        "versions": sides[0].graphs.versions,
         "seconds": round(time.perf_counter() - begin, 1),
-    } | {"passed": _passed(losses, limit, gradient_diff, GRADIENT_TOLERANCE[target])}
+    }
 
 
-def _passed(losses: list[tuple[float, float]], limit: float, gradient_diff: float, gradient_limit: float) -> bool:
-    return compare_losses(losses, limit)["first_failed_step"] is None and gradient_diff <= gradient_limit
+def compare(
+    losses: list[tuple[float, float]],
+    gradients: list[tuple[float, str]],
+    loss_limit: float,
+    gradient_limit: float,
+    drift_limit: float,
+) -> dict[str, Any]:
+    """Judge two trainings.
 
-
-def compare_losses(losses: list[tuple[float, float]], limit: float) -> dict[str, Any]:
-    """Both curves, their largest difference, and the first step beyond the limit (a NaN is beyond it)."""
+    Args:
+        losses: of both sides, by step.
+        gradients: by step, the largest relative difference of a parameter's gradient and that parameter's name.
+        loss_limit: largest difference of the loss.
+        gradient_limit: largest relative difference of the first step's gradients.
+        drift_limit: the same for later steps.
+    Returns:
+        the curves, the largest differences, the limits, and the first step beyond one of them (a NaN is beyond it).
+    """
     loss, loss_padded = np.array(losses).T
     differences = np.abs(loss - loss_padded)
-    failed = np.flatnonzero(~(differences <= limit))
+    relative = np.array([difference for difference, _ in gradients])
+    limits = np.array([gradient_limit] + [drift_limit] * (len(gradients) - 1))
+    failed = np.flatnonzero(~((differences <= loss_limit) & (relative <= limits)))
+    worst = int(np.argmax(np.where(np.isnan(relative), np.inf, relative / limits)))
     return {
         "loss": loss.tolist(),
         "loss_padded": loss_padded.tolist(),
+        "gradient_rel_diff": relative.tolist(),
         "max_abs_diff": float(differences.max()),
-        "tolerance": limit,
+        "tolerance": loss_limit,
+        "gradient_max_rel_diff": float(relative[0]),
+        "gradient_tolerance": gradient_limit,
+        "gradient_max_drift": float(relative[1:].max(initial=0.0)),
+        "gradient_drift_tolerance": drift_limit,
+        "gradient_worst_parameter": gradients[worst][1],
         "first_failed_step": int(failed[0]) + 1 if failed.size else None,
+        "passed": failed.size == 0,
     }
 
 
@@ -170,5 +195,7 @@ def _row_mask(lens: SeqLens) -> dict[str, np.ndarray]:
     return dense_columns(lens.seq_lens, rows, lens.tokens // rows)
 
 
-def _rows(ids: np.ndarray) -> list[np.ndarray]:
+def _rows(ids: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+    """Sample ids in micro-batches of rows; samples of like length together, which computes fewer pads."""
+    ids = ids[np.argsort(lengths[ids], kind="stable")]
     return [ids[start : start + DENSE_ROWS] for start in range(0, ids.size, DENSE_ROWS)]

@@ -63,4 +63,8 @@ class GraphConfig(BaseModel):
         min_length=1,
         description="auto: ms_varlen/compile_cache in the user's cache folder; off; or the path of a folder",
     )
-    max_graphs: int = Field(16, ge=1, description="graphs, all roles together; a recipe that needs more is refused")
+    max_graphs: int = Field(
+        16,
+        ge=1,
+        description="graphs, all roles together; a recipe that needs more is refused, a run that compiles more stops",
+    )

@@ -4,6 +4,7 @@
     out_TND = kernel_varlen_attention(q_TND, k_TND, v_TND, (ends,))   # then anywhere: any Cell, graph mode or PyNative
 
 Each function has the signature of the operator that it is a body of, and the same bits whatever the number of threads.
+It computes in fp32; other floats are cast on the way in and out, which costs nothing where they are fp32 already.
 Set `GOMP_SPINCOUNT=0` before the process starts: waiting OpenMP threads otherwise take the processors from MindSpore's.
 Axes: `T` tokens, `N` heads, `n` KV heads, `D` head size, `G` segments, `H` hidden size, `V` vocabulary.
 """
@@ -51,29 +52,29 @@ def kernel_varlen_attention(q_TND: Tensor, k_TND: Tensor, v_TND: Tensor, lengths
     """Attention that is causal inside each segment and sees nothing of the others.
 
     Args:
-        q_TND: [T, N, D] fp32; k_TND, v_TND: [T, n, D] fp32, n divides N.
+        q_TND: [T, N, D] float; k_TND, v_TND: [T, n, D] float, n divides N.
         lengths: ([G] int32,), running ends; the last one is T, and it may repeat.
     Returns:
-        [T, N, D] fp32.
+        [T, N, D], dtype of `q_TND`.
     Raises:
         RuntimeError: ends that decrease or do not reach T (from MindSpore, when the operator runs).
     """
-    return _attention(q_TND, k_TND, v_TND, lengths[0])[0]
+    return ops.cast(_attention(_wide(q_TND), _wide(k_TND), _wide(v_TND), lengths[0])[0], q_TND.dtype)
 
 
 def kernel_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x` [..., D] fp32 divided by the root mean square of its last axis, times `weight` [D] fp32."""
-    return _rms_norm(x, weight, Tensor([eps], ms.float32))[0]
+    """`x` [..., D] divided by the root mean square of its last axis, times `weight` [D]."""
+    return ops.cast(_rms_norm(_wide(x), _wide(weight), Tensor([eps], ms.float32))[0], x.dtype)
 
 
 def kernel_rotary(x_TND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x_TND` [T, N, D] fp32 turned by [T, D/2] angles: component i pairs with i + D/2; no gradient for the angles."""
-    return _rotary(x_TND, cos, sin)
+    """`x_TND` [T, N, D] turned by [T, D/2] angles: component i pairs with i + D/2; no gradient for the angles."""
+    return ops.cast(_rotary(_wide(x_TND), _wide(cos), _wide(sin)), x_TND.dtype)
 
 
 def kernel_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up`, fp32 of one shape."""
-    return _swiglu(gate, up)
+    """`silu(gate) * up`, floats of one shape and dtype."""
+    return ops.cast(_swiglu(_wide(gate), _wide(up)), gate.dtype)
 
 
 def kernel_linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -83,14 +84,18 @@ def kernel_linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) 
     only the loss is used; logits of 384 tokens exist at a time, and none of unsupervised ones.
 
     Args:
-        hidden: [T, H] fp32; weight: [V, H] fp32; labels: [T] int32, each in [0, V) or -100.
+        hidden: [T, H] float; weight: [V, H] float; labels: [T] int32, each in [0, V) or -100.
     Returns:
         () fp32; 0 when no token is supervised.
     Raises:
         RuntimeError: a label outside [0, V) that is not -100 (from MindSpore, when the operator runs).
     """
     # Not [] from C++: MindSpore's graph mode takes such an output for a Python number.
-    return _linear_cross_entropy(hidden, weight, labels)[0].reshape(())
+    return _linear_cross_entropy(_wide(hidden), _wide(weight), labels)[0].reshape(())
+
+
+def _wide(x: Tensor) -> Tensor:
+    return ops.cast(x, ms.float32)
 
 
 def _operator(library: Path, name: str, inputs: list, outputs: list, bprop: Callable | None = None) -> ops.Custom:

@@ -3,7 +3,7 @@
 Every packer puts each sample into exactly one pack, never splits or joins samples, and returns `order` and `offsets` as
 an `EpochPlan` has them: pack i holds the samples ``order[offsets[i]:offsets[i + 1]]``.
 
-- `pack_best_fit` makes the fewest packs as long as `max_segments` is out of reach, but clumps short samples together
+- `pack_best_fit` makes almost the fewest packs while `max_segments` is out of reach, but clumps short samples together
   (hundreds of one length in a pack), so a tight `max_segments` costs it 6 %, where the shuffled kind loses 0.03 %;
 - `pack_shuffled` is what training wants: each pack a random mixture, the packs in random order.
 
@@ -225,7 +225,7 @@ def pack_best_fit(lengths: np.ndarray, capacity: int, max_segments: int) -> tupl
         capacity: most tokens of a pack.
         max_segments: most samples of a pack.
     Returns:
-        `order` [n] int64 and `offsets` [k+1] int64. Uses 25 bytes a sample at its peak.
+        `order` [n] int64 and `offsets` [k+1] int64. Uses 20 bytes a sample at its peak.
     Raises:
         DataError: a sample that is empty or above the capacity; the message gives its place.
     """

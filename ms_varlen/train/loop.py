@@ -73,19 +73,17 @@ class TrainingLoop:
         """Train to `train.steps`.
 
         Returns:
-            the last step's metrics, the evaluation loss and the ledger of the epoch so far.
+            the last step's metrics, the evaluation loss and the ledger of the epoch in progress.
         """
-        remaining = self._recipe.train.steps - self._step
-        micro_batches = iter(
-            MicroBatchLoader(self._train_batches, lambda: self._workload.schedule(self._state, remaining))
-        )
+        start, remaining = self._state, self._recipe.train.steps - self._step
+        micro_batches = iter(MicroBatchLoader(self._train_batches, lambda: self._workload.schedule(start, remaining)))
         metrics: dict[str, Any] = {}
         with self._run.metrics_path.open("a", encoding="utf-8") as lines:
-            for state, plan in self._workload.plan_steps(self._state, remaining):
+            for state, plan in self._workload.plan_steps(start, remaining):
+                if state.step == 0:
+                    self._skipped = Skipped(steps=self._skipped.steps)
                 metrics = self._one_step(state, plan, micro_batches)
                 self._state = self._workload.plans.after(state)
-                if self._state.epoch != state.epoch:
-                    self._skipped = Skipped(steps=self._skipped.steps)
                 _write_line(lines, metrics)
                 self._on_step(metrics)
                 if self._due(self._recipe.checkpoint.every):
@@ -186,8 +184,12 @@ class TrainingLoop:
         )
 
     def ledger(self) -> dict[str, dict[str, Any]]:
-        """Where the tokens and the samples of the epoch in progress went, by unit."""
-        parts = self._workload.ledger(self._state.epoch, self._state.step, self._skipped.tokens, self._skipped.samples)
+        """Where the tokens and the samples of the epoch in progress, or just finished, went, by unit."""
+        epoch, steps = self._state.epoch, self._state.step
+        if steps == 0 and epoch > 0:
+            epoch -= 1
+            steps = self._workload.plans.epoch(epoch).num_steps
+        parts = self._workload.ledger(epoch, steps, self._skipped.tokens, self._skipped.samples)
         return {unit: ledger.to_dict() for unit, ledger in parts.items()}
 
 

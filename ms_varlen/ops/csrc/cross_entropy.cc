@@ -4,9 +4,9 @@
 //   LinearCrossEntropy: hidden weight labels -> loss [1], d_hidden [T, H], d_weight [V, H]
 //
 // The supervised tokens alone are taken, kTokens at a time: logits are held transposed, V x kTokens, and are gone with
-// their chunk. The gradients are those of the sum itself; a caller scales them. Threads share a chunk by blocks of V and
-// by blocks of d_hidden, so no sum is split between them and bits do not depend on their number.
-// Source: the idea of gradients in the forward pass is Liger-Kernel's (arXiv 2410.10989), section 3.2.
+// their chunk. The gradients are those of the sum itself; a caller scales them. Threads share a chunk by blocks of V
+// and by blocks of d_hidden, so no sum is split between them and bits do not depend on their number. Source: the idea
+// of gradients in the forward pass is Liger-Kernel's (arXiv 2410.10989), section 3.2.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -53,7 +53,8 @@ void gather_rows(const Problem& p, const Chunk& c) {
     std::memcpy(c.rows + static_cast<ptrdiff_t>(i) * p.size, p.hidden + static_cast<ptrdiff_t>(c.token[i]) * p.size,
                 sizeof(float) * p.size);
   for (int d = 0; d < p.size; d += kSlice)
-    pack_transposed(c.rows + d, p.size, std::min(kSlice, p.size - d), c.count, c.transposed_panels + static_cast<ptrdiff_t>(d) * kTokens);
+    pack_transposed(c.rows + d, p.size, std::min(kSlice, p.size - d), c.count,
+                    c.transposed_panels + static_cast<ptrdiff_t>(d) * kTokens);
   pack(c.rows, p.size, c.count, p.size, c.panels);
 }
 
@@ -64,7 +65,8 @@ void block_logits(const Problem& p, const Chunk& c, int block, Scratch* scratch)
   float* weight_rows = scratch->take(static_cast<size_t>(round_up(p.size, kSlice)) * kRows);
   pack_slices<kSlice, kRows>(p.weight + static_cast<ptrdiff_t>(first) * p.size, p.size, rows, p.size, weight_rows);
   float* logits = c.logits + static_cast<ptrdiff_t>(first) * kTokens;
-  gemm_slices<kSlice, kRows>(rows, c.count, p.size, weight_rows, c.transposed_panels, kSlice * kTokens, logits, kTokens);
+  gemm_slices<kSlice, kRows>(rows, c.count, p.size, weight_rows, c.transposed_panels, kSlice * kTokens, logits,
+                             kTokens);
   for (int t = 0; t < c.count; t += kLanes) {
     Vec most = load(logits + t), sum{};
     for (int r = 1; r < rows; ++r) most = vmax(load(logits + r * kTokens + t), most);
@@ -74,15 +76,18 @@ void block_logits(const Problem& p, const Chunk& c, int block, Scratch* scratch)
   }
 }
 
+// log of each token's sum of exponentials, and the chunk's loss.
 double chunk_loss(const Problem& p, const Chunk& c) {
-  double loss = 0;
-  for (int t = 0; t < c.count; ++t) {
-    float most = c.block_max[t], sum = 0;
-    for (int b = 1; b < p.blocks(); ++b) most = std::max(most, c.block_max[b * kTokens + t]);
-    for (int b = 0; b < p.blocks(); ++b) sum += c.block_sum[b * kTokens + t] * std::exp(c.block_max[b * kTokens + t] - most);
-    c.lse[t] = most + std::log(sum);
-    loss += c.lse[t] - c.logits[static_cast<ptrdiff_t>(p.labels[c.token[t]]) * kTokens + t];
+  for (int t = 0; t < c.count; t += kLanes) {
+    Vec most = load(c.block_max + t), sum{};
+    for (int b = 1; b < p.blocks(); ++b) most = vmax(load(c.block_max + b * kTokens + t), most);
+    for (int b = 0; b < p.blocks(); ++b)
+      sum += load(c.block_sum + b * kTokens + t) * vexp(load(c.block_max + b * kTokens + t) - most);
+    for (int lane = 0; lane < kLanes; ++lane) c.lse[t + lane] = most[lane] + std::log(sum[lane]);
   }
+  double loss = 0;
+  for (int t = 0; t < c.count; ++t)
+    loss += c.lse[t] - c.logits[static_cast<ptrdiff_t>(p.labels[c.token[t]]) * kTokens + t];
   return loss;
 }
 
@@ -118,7 +123,8 @@ void hidden_gradient(const Problem& p, const Chunk& c, int first, int column, Sc
   for (int v = 0; v < p.vocabulary; v += kSlice) {
     const int depth = std::min(kSlice, p.vocabulary - v);
     for (int k = 0; k < depth; ++k)
-      std::memcpy(d_logits + k * kRows, c.logits + static_cast<ptrdiff_t>(v + k) * kTokens + first, sizeof(float) * kRows);
+      std::memcpy(d_logits + k * kRows, c.logits + static_cast<ptrdiff_t>(v + k) * kTokens + first,
+                  sizeof(float) * kRows);
     pack(p.weight + static_cast<ptrdiff_t>(v) * p.size + column, p.size, depth, columns, weight_panels);
     gemm<1>(count, columns, depth, d_logits, kRows, weight_panels, sum, kColumns, v > 0);
   }
@@ -179,8 +185,15 @@ MS_VARLEN_KERNEL(LinearCrossEntropy) {
   Scratch scratch;  // given back after the call: it is as large as the vocabulary
   const size_t rows = static_cast<size_t>(kTokens) * p.padded(), maxima = static_cast<size_t>(p.blocks()) * kTokens;
   scratch.reserve(3 * rows + static_cast<size_t>(p.vocabulary) * kTokens + 2 * maxima + kTokens);
-  Chunk c{nullptr, 0, scratch.take(rows), scratch.take(rows), scratch.take(rows),
-          scratch.take(static_cast<size_t>(p.vocabulary) * kTokens), scratch.take(maxima), scratch.take(maxima), scratch.take(kTokens)};
+  Chunk c{nullptr,
+          0,
+          scratch.take(rows),
+          scratch.take(rows),
+          scratch.take(rows),
+          scratch.take(static_cast<size_t>(p.vocabulary) * kTokens),
+          scratch.take(maxima),
+          scratch.take(maxima),
+          scratch.take(kTokens)};
   double loss = 0;
   for (size_t first = 0; first < supervised.size(); first += kTokens) {
     c.token = supervised.data() + first;

@@ -38,8 +38,8 @@ void norm_rows(const float* x, const float* weight, float eps, float* y, float* 
 }
 
 // One block of rows: d_x, and the block's share of d_weight.
-void norm_gradient(const float* x, const float* weight, const float* inverse, const float* d_y, float* d_x, float* d_weight,
-                   int64_t rows, int size) {
+void norm_gradient(const float* x, const float* weight, const float* inverse, const float* d_y, float* d_x,
+                   float* d_weight, int64_t rows, int size) {
   for (int64_t t = 0; t < rows; ++t, x += size, d_y += size, d_x += size) {
     const float r = inverse[t];
     float dot = 0;
@@ -56,7 +56,8 @@ void norm_gradient(const float* x, const float* weight, const float* inverse, co
 
 // ---- Rotary: x [T, N, D], cos and sin [T, D/2]; value i turns with value i + D/2. `sign` -1 turns back.
 
-void rotate(const float* x, const float* cos, const float* sin, float* y, int64_t tokens, int heads, int half, float sign) {
+void rotate(const float* x, const float* cos, const float* sin, float* y, int64_t tokens, int heads, int half,
+            float sign) {
 #pragma omp parallel for schedule(static)
   for (int64_t t = 0; t < tokens; ++t) {
     const float *c = cos + t * half, *s = sin + t * half;
@@ -86,13 +87,17 @@ void each_vector(const float* const (&in)[Inputs], float* const (&out)[Outputs],
       const int width = static_cast<int>(std::min<int64_t>(kLanes, end - i));
       Vec a[Inputs]{}, r[Outputs];
       for (int n = 0; n < Inputs; ++n) {
-        if (width == kLanes) a[n] = load(in[n] + i);
-        else std::memcpy(&a[n], in[n] + i, sizeof(float) * width);
+        if (width == kLanes)
+          a[n] = load(in[n] + i);
+        else
+          std::memcpy(&a[n], in[n] + i, sizeof(float) * width);
       }
       body(a, r);
       for (int n = 0; n < Outputs; ++n) {
-        if (width == kLanes) store(out[n] + i, r[n]);
-        else std::memcpy(out[n] + i, &r[n], sizeof(float) * width);
+        if (width == kLanes)
+          store(out[n] + i, r[n]);
+        else
+          std::memcpy(out[n] + i, &r[n], sizeof(float) * width);
       }
     }
   }
@@ -120,7 +125,9 @@ MS_VARLEN_KERNEL(RmsNormForward) {
 }
 
 // x weight inverse d_y -> d_x d_weight
-MS_VARLEN_SHAPES(std::vector<Shape>, RmsNormBackward) { return {shape_of(ndims, shapes, 0), shape_of(ndims, shapes, 1)}; }
+MS_VARLEN_SHAPES(std::vector<Shape>, RmsNormBackward) {
+  return {shape_of(ndims, shapes, 0), shape_of(ndims, shapes, 1)};
+}
 
 MS_VARLEN_KERNEL(RmsNormBackward) {
   const float *x = static_cast<float*>(params[0]), *weight = static_cast<float*>(params[1]);
@@ -145,23 +152,27 @@ MS_VARLEN_SHAPES(Shape, RotaryBackward) { return shape_of(ndims, shapes, 0); }
 
 MS_VARLEN_KERNEL(RotaryForward) {
   rotate(static_cast<float*>(params[0]), static_cast<float*>(params[1]), static_cast<float*>(params[2]),
-         static_cast<float*>(params[3]), shapes[0][0], static_cast<int>(shapes[0][1]), static_cast<int>(shapes[1][1]), 1.f);
+         static_cast<float*>(params[3]), shapes[0][0], static_cast<int>(shapes[0][1]), static_cast<int>(shapes[1][1]),
+         1.f);
   return 0;
 }
 
 MS_VARLEN_KERNEL(RotaryBackward) {
   rotate(static_cast<float*>(params[0]), static_cast<float*>(params[1]), static_cast<float*>(params[2]),
-         static_cast<float*>(params[3]), shapes[0][0], static_cast<int>(shapes[0][1]), static_cast<int>(shapes[1][1]), -1.f);
+         static_cast<float*>(params[3]), shapes[0][0], static_cast<int>(shapes[0][1]), static_cast<int>(shapes[1][1]),
+         -1.f);
   return 0;
 }
 
 MS_VARLEN_SHAPES(Shape, SwigluForward) { return shape_of(ndims, shapes, 0); }
-MS_VARLEN_SHAPES(std::vector<Shape>, SwigluBackward) { return {shape_of(ndims, shapes, 0), shape_of(ndims, shapes, 1)}; }
+MS_VARLEN_SHAPES(std::vector<Shape>, SwigluBackward) {
+  return {shape_of(ndims, shapes, 0), shape_of(ndims, shapes, 1)};
+}
 
 MS_VARLEN_KERNEL(SwigluForward) {
   const int64_t count = rows_of(ndims, shapes, 0) * shapes[0][ndims[0] - 1];
-  each_vector<2, 1>({static_cast<float*>(params[0]), static_cast<float*>(params[1])}, {static_cast<float*>(params[2])}, count,
-                    [](const Vec* a, Vec* y) { y[0] = a[0] * sigmoid(a[0]) * a[1]; });
+  each_vector<2, 1>({static_cast<float*>(params[0]), static_cast<float*>(params[1])}, {static_cast<float*>(params[2])},
+                    count, [](const Vec* a, Vec* y) { y[0] = a[0] * sigmoid(a[0]) * a[1]; });
   return 0;
 }
 

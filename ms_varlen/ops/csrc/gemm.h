@@ -1,4 +1,5 @@
-// Matrix products on blocks that fit in the cache: C (+)= A B, A read one value at a time, B in panels of kPanel columns.
+// Matrix products on blocks that fit in the cache: C (+)= A B, A read one value at a time, B in panels of kPanel
+// columns.
 //
 // A panel holds its K rows one after another, kPanel floats each, so the inner loop walks straight through memory. Sums
 // run over K in one fixed order in every cell of C, whatever the thread, so the bits of a result never change.
@@ -95,15 +96,15 @@ inline void tile_rows(int rows, const float* a, ptrdiff_t ak, const float* b, fl
 // Which part of a product on the diagonal block of a causal score matrix is not zero by definition.
 enum class Part {
   kAll,
-  kRowsUpToColumn,   // C is scores^T (keys x queries): a key is needed up to the last query of its panel
-  kDepthUpToRow,     // A is P (queries x keys): a query has keys up to itself
-  kDepthFromRow,     // A is P^T (keys x queries): a key has queries from itself on
+  kRowsUpToColumn,  // C is scores^T (keys x queries): a key is needed up to the last query of its panel
+  kDepthUpToRow,    // A is P (queries x keys): a query has keys up to itself
+  kDepthFromRow,    // A is P^T (keys x queries): a key has queries from itself on
 };
 
 // C[rows x columns] (+)= A[rows x depth] B[depth x columns]; C's rows are written in whole vectors.
 template <int RowStride>
-inline void gemm(int rows, int columns, int depth, const float* a, ptrdiff_t ak, const float* b, float* c, ptrdiff_t ldc,
-                 bool add, Part part = Part::kAll) {
+inline void gemm(int rows, int columns, int depth, const float* a, ptrdiff_t ak, const float* b, float* c,
+                 ptrdiff_t ldc, bool add, Part part = Part::kAll) {
   for (int j = 0; j < columns; j += kPanel, b += static_cast<ptrdiff_t>(depth) * kPanel) {
     const int needed = part == Part::kRowsUpToColumn ? std::min(rows, j + kPanel) : rows;
     for (int i = 0; i < needed; i += kTileRows) {

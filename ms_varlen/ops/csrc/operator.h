@@ -1,7 +1,9 @@
-// What every operator here shares: MindSpore's calling convention for `ops.Custom(func_type="aot")`, and scratch memory.
+// What every operator here shares: MindSpore's calling convention for `ops.Custom(func_type="aot")`, and scratch
+// memory.
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "simd.h"
@@ -29,29 +31,30 @@ class Scratch {
   // Starts over with room for `floats`, in up to 16 pieces.
   void reserve(size_t floats) {
     used_ = 0;
-    if (buffer_.size() < floats + 17 * kAlign) buffer_.resize(floats + 17 * kAlign);
+    if (size_ >= floats + 17 * kAlign) return;
+    size_ = floats + 17 * kAlign;
+    buffer_.reset(new float[size_]);
   }
   float* take(size_t floats) {
-    const size_t misaligned = (reinterpret_cast<uintptr_t>(buffer_.data() + used_) / sizeof(float)) % kAlign;
+    const size_t misaligned = (reinterpret_cast<uintptr_t>(buffer_.get() + used_) / sizeof(float)) % kAlign;
     used_ += misaligned ? kAlign - misaligned : 0;
-    float* piece = buffer_.data() + used_;
+    float* piece = buffer_.get() + used_;
     used_ += floats;
     return piece;
   }
 
  private:
   static constexpr size_t kAlign = 16;  // 64 bytes, a cache line
-  std::vector<float> buffer_;
-  size_t used_ = 0;
+  std::unique_ptr<float[]> buffer_;
+  size_t size_ = 0, used_ = 0;
 };
 
 }  // namespace ms_varlen
 
-#define MS_VARLEN_KERNEL(name)                                                                                  \
-  extern "C" __attribute__((visibility("default"))) int name(int, [[maybe_unused]] void** params,              \
-                                                             [[maybe_unused]] int* ndims, int64_t** shapes,    \
-                                                             const char**, void*, void*)
+#define MS_VARLEN_KERNEL(name)                                \
+  extern "C" __attribute__((visibility("default"))) int name( \
+      int, [[maybe_unused]] void** params, [[maybe_unused]] int* ndims, int64_t** shapes, const char**, void*, void*)
 // One output: its shape. Several outputs: a list of shapes. MindSpore reads garbage when the type does not match.
-#define MS_VARLEN_SHAPES(type, name)                                                                            \
-  extern "C" __attribute__((visibility("default"))) type name##InferShape([[maybe_unused]] int* ndims,         \
+#define MS_VARLEN_SHAPES(type, name)                                                                   \
+  extern "C" __attribute__((visibility("default"))) type name##InferShape([[maybe_unused]] int* ndims, \
                                                                           int64_t** shapes, mindspore::AotExtra*)

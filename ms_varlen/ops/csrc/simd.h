@@ -47,8 +47,8 @@ inline float dot(const float* a, const float* b, int count) {
 
 constexpr float kLog2E = 1.44269504088896341f;
 // 2^x on [-1/2, 1/2], least relative error; exact at 0, so that the largest score of a row weighs 1.
-constexpr float kExp2[] = {1.f,           0.693147182f,   0.240226462f,  0.0555032864f,
-                           0.00961848907f, 0.00133999309f, 0.00015345811f};
+constexpr float kExp2[] = {1.f,           0.693147182f, 0.240226462f, 0.0555032864f, 0.00961848907f, 0.00133999309f,
+                           0.00015345811f};
 
 // a0 b0 a1 b1 ... from the lower (half 0) or upper (half 1) halves of a and b.
 template <int Half, size_t... I>
@@ -60,8 +60,8 @@ inline Vec interleave(Vec a, Vec b, std::index_sequence<I...>) {
 #endif
 }
 
-// A square of kLanes x kLanes values at src (row stride ld), transposed to dst: log2(kLanes) rounds of interleaving rows
-// with the rows half the square below them.
+// A square of kLanes x kLanes values at src (row stride ld), transposed to dst: log2(kLanes) rounds of interleaving
+// rows with the rows half the square below them.
 inline void transpose(const float* src, ptrdiff_t ld, float* dst, ptrdiff_t dst_ld) {
   constexpr auto lanes = std::make_index_sequence<kLanes>();
   Vec rows[kLanes], next[kLanes];

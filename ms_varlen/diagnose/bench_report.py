@@ -1,0 +1,236 @@
+"""The tables and the page of a bench. The terminal and the page show the same tables."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import StrMethodFormatter
+
+from ms_varlen.checkpoint.store import write_atomically
+from ms_varlen.diagnose.bench import MAIN
+from ms_varlen.diagnose.figures import BLUE, GREY, ORANGE, PALE_BLUE, RED, STYLE, svg_data
+from ms_varlen.diagnose.report import render
+
+DASH = "–"
+BASELINES = {"padded": "seq_length", "padded_batch": "batch max"}
+"""What the padded contenders pad to, for headings."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchTable:
+    """A table for people.
+
+    Attributes:
+        title: above it.
+        head: headings; the first column holds names, the others numbers.
+        rows: cells, as text.
+        notes: what the headings mean.
+    """
+
+    title: str
+    head: list[str]
+    rows: list[list[str]]
+    notes: list[str]
+
+
+def bench_tables(result: Mapping[str, Any]) -> list[BenchTable]:
+    """The numbers of a bench: speed, and what it costs to get there."""
+    tables = [_speed_table(result), _cost_table(result)]
+    absent = _absent_rows(result)
+    if absent:
+        tables.append(BenchTable("Did not run", ["contender", "why"], absent, []))
+    return tables
+
+
+def _speed_table(result: Mapping[str, Any]) -> BenchTable:
+    limits = result["flop_limit"]
+    head = ["contender", "real tokens/s", "quartiles", "step s"]
+    for name in limits:
+        head += [f"x {BASELINES[name]}", "of limit"]
+    rows = []
+    for name, row in _ran(result):
+        speed = row["real_tokens_per_second"]
+        cells = [
+            row["label"],
+            f"{speed['median']:,.0f}",
+            f"{speed['q1']:,.0f} – {speed['q3']:,.0f}",
+            f"{row['step_seconds']['median']:.3f}",
+        ]
+        for base in limits:
+            cells.append(f"{row['speedup_over'][base]['median']:.2f}")
+            cells.append(DASH if base == name else f"{row['share_of_flop_limit'][base]:.0%}")
+        rows.append([*cells, f"{row['rate_share_real']:.0%}", _text(row.get("rate_share_computed"), "{:.0%}")])
+    notes = [
+        f"x {BASELINES[name]}: times faster than padded to it; FLOP limit {limit['limit']:.2f} "
+        f"({limit['limit_without_pad_logits']:.2f} if pads get no logits)"
+        for name, limit in limits.items()
+    ]
+    notes.append("rate real, rate all: FLOPs of real tokens, and of all computed, as a share of matrix products' rate")
+    return BenchTable("Speed", [*head, "rate real", "rate all"], rows, notes)
+
+
+def _cost_table(result: Mapping[str, Any]) -> BenchTable:
+    head = ["contender", "pad ratio", "graphs", "compile s", "warm", "to 1st step s", "warm", "memory MB", "data wait"]
+    rows = []
+    for _, row in _ran(result):
+        graphs = row.get("graphs")
+        warm = row if row.get("warm_compile_cache") == "warm" else {}
+        rows.append(
+            [
+                row["label"],
+                _text(row.get("pad_ratio"), "{:.1%}"),
+                DASH if graphs is None else str(sum(graphs.values())),
+                "in steps" if row.get("compiled_in_steps") else _text(row.get("compile_seconds"), "{:.1f}"),
+                _text(warm.get("warm_compile_seconds"), "{:.1f}"),
+                _text(row.get("to_first_step_seconds"), "{:.1f}"),
+                _text(warm.get("warm_to_first_step_seconds"), "{:.1f}"),
+                _text(row["peak_rss_mb"], "{:,.0f}"),
+                _text(row.get("data_wait_share"), "{:.2%}"),
+                _text(row["loss_max_abs_diff"], "{:.1e}"),
+            ]
+        )
+    notes = [
+        "warm: in a new process with the compile cache filled; to 1st step: imports apart",
+        "memory: most resident memory of the contender's process; loss diff: largest difference from varlen",
+    ]
+    return BenchTable("Cost", [*head, "loss diff"], rows, notes)
+
+
+def _absent_rows(result: Mapping[str, Any]) -> list[list[str]]:
+    rows = []
+    for row in result["contenders"].values():
+        if "missing" in row:
+            rows.append([row["label"], f"not installed: {row['missing']}"])
+        if "error" in row:
+            rows.append([row["label"], row["error"]])
+    return rows
+
+
+def _ran(result: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    return [(name, row) for name, row in result["contenders"].items() if "step_seconds" in row]
+
+
+def _text(value: float | None, form: str) -> str:
+    return DASH if value is None else form.format(value)
+
+
+def write_bench_report(result: Mapping[str, Any], path: Path) -> Path:
+    """Write the page of a bench.
+
+    Args:
+        result: what `bench` returned.
+        path: the page to write; missing folders are made.
+    Returns:
+        `path`.
+    """
+    ran = _ran(result)
+    figures = [
+        (
+            "Real tokens per second",
+            "Median step and quartiles. Pale: ours; orange: others.",
+            svg_data(speed_figure(ran)),
+        )
+    ]
+    for base, limit in result["flop_limit"].items():
+        text = "Median and quartiles over steps, same samples; FLOP limit: sum f(padded) / sum f(real)."
+        image = svg_data(speedup_figure(ran, base, limit["limit"]))
+        figures.append((f"Times faster than padded to {BASELINES[base]}", text, image))
+    page = render(
+        "bench.html.j2",
+        title=f"Bench of {result['recipe']}",
+        result=result,
+        headline=_headline(result),
+        figures=figures,
+        tables=bench_tables(result),
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, [page.encode()])
+    return path
+
+
+def _headline(result: Mapping[str, Any]) -> list[dict]:
+    """The numbers on top of the page: `name`, `value` and `note`."""
+    main = result["contenders"][MAIN]
+    rates = result["matrix_product_flops_per_second"]
+    numbers = []
+    if "step_seconds" in main:
+        numbers.append(("Real tokens per second", f"{main['real_tokens_per_second']['median']:,.0f}", "varlen, range"))
+        for base, limit in result["flop_limit"].items():
+            name = f"Against padded to {BASELINES[base]}"
+            note = f"{main['share_of_flop_limit'][base]:.0%} of the FLOP limit {limit['limit']:.2f}"
+            numbers.append((name, f"{main['speedup_over'][base]['median']:.2f} x", note))
+        for peer, found in result["peers"].items():
+            if found:
+                name, note = f"Against {peer}'s best", result["contenders"][found["best"]]["label"]
+                numbers.append((name, f"{found['speedup']['median']:.2f} x", note))
+        share = f"{main['rate_share_real']:.0%}"
+        numbers.append(
+            ("Of the matrix-product rate", share, f"real work; {max(rates.values()) / 1e9:.0f} GFLOP/s fp32")
+        )
+    if result["pipeline"]:
+        speed = result["pipeline"]["tokens_per_second"]
+        numbers.append(
+            ("Data alone", f"{speed / 1e6:.1f} M tokens/s", f"store of {result['pipeline']['store_mb']:.0f} MB")
+        )
+    return [{"name": name, "value": value, "note": note} for name, value, note in numbers]
+
+
+@matplotlib.rc_context(STYLE)
+def speed_figure(ran: list[tuple[str, Mapping[str, Any]]]) -> Figure:
+    """Bars of real tokens per second, one for each contender that ran."""
+    figure, axes = _bars(ran, [row["real_tokens_per_second"] for _, row in ran], "{x:,.0f}")
+    axes.set_xlabel("real tokens per second")
+    return figure
+
+
+@matplotlib.rc_context(STYLE)
+def speedup_figure(ran: list[tuple[str, Mapping[str, Any]]], base: str, limit: float) -> Figure:
+    """Bars of the speed-up over a padded baseline, with the FLOP limit as a line."""
+    figure, axes = _bars(ran, [row["speedup_over"][base] for _, row in ran], "{x:.2f}")
+    axes.axvline(limit, color=RED, linestyle="--", linewidth=1.2)
+    right = axes.get_xlim()[1]
+    axes.set_xlim(0, max(right, limit * 1.05))
+    axes.annotate(
+        f"FLOP limit {limit:.2f}",
+        (limit, 1.0),
+        xycoords=axes.get_xaxis_transform(),
+        xytext=(-4, 2),
+        textcoords="offset points",
+        ha="right",
+        color=RED,
+    )
+    axes.set_xlabel(f"times faster than padded to {BASELINES[base]}")
+    return figure
+
+
+def _bars(ran: list[tuple[str, Mapping[str, Any]]], values: list[Mapping[str, float]], form: str) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(6.4, 0.9 + 0.34 * len(ran)), layout="constrained")
+    axes = figure.subplots()
+    places = np.arange(len(ran))
+    medians = [value["median"] for value in values]
+    colours = [BLUE if name == MAIN else PALE_BLUE if row["ours"] else ORANGE for name, row in ran]
+    axes.barh(places, medians, color=colours, height=0.66)
+    for place, value in zip(places, values, strict=True):
+        axes.plot([value["q1"], value["q3"]], [place, place], color=GREY, linewidth=2, solid_capstyle="butt")
+        text = form.replace("x", "0", 1).format(value["median"])
+        axes.annotate(text, (max(value["q3"], value["median"]), place), (4, 0), textcoords="offset points", va="center")
+    axes.set_yticks(places, [_short(row["label"]) for _, row in ran])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.18 * max(value["q3"] for value in values))
+    axes.grid(False, axis="y")
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    return figure, axes
+
+
+def _short(label: str) -> str:
+    """A label on two lines where it is long."""
+    if len(label) <= 34:
+        return label
+    words, first = label.split(), ""
+    while words and len(first) + len(words[0]) < 34:
+        first = f"{first} {words.pop(0)}".strip()
+    return f"{first}\n{' '.join(words)}"

@@ -1,0 +1,64 @@
+import pytest
+
+from ms_varlen.diagnose.alignment import ALIGN_FILE, alignment_warning, recipe_hash, save_alignment
+from ms_varlen.train.recipe import parse_recipe
+
+VERSIONS = {"attention": "kernel", "mindspore": "2.9.0"}
+
+
+def recipe(folder, **sections):
+    return parse_recipe(
+        {
+            "mode": "varlen",
+            "data": {"source": "pydoc", "tokenizer": "bytes"},
+            "model": {
+                "config": {"hidden_size": 64},
+                "variable_seq_lengths": True,
+                "seq_length": 512,
+                "max_position_embeddings": 512,
+            },
+            "train": {"steps": 4, "learning_rate": 0.01},
+            "checkpoint": {"output_dir": str(folder)},
+        }
+        | sections
+    )
+
+
+def result(**changes):
+    return {
+        "passed": True,
+        "steps": 100,
+        "max_abs_diff": 1e-6,
+        "tolerance": 2e-5,
+        "gradient_max_rel_diff": 1e-6,
+        "versions": VERSIONS,
+        "loss": [1.0],
+    } | changes
+
+
+def test_recipe_that_passed_has_no_warning(tmp_path):
+    assert save_alignment(recipe(tmp_path), result()) == tmp_path / ALIGN_FILE
+    assert alignment_warning(recipe(tmp_path), VERSIONS) is None
+    assert alignment_warning(recipe(tmp_path, train={"steps": 9, "learning_rate": 0.01}), VERSIONS) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "sections", "versions", "warning"),
+    [
+        ({"passed": False}, {}, VERSIONS, r"has FAILED align"),
+        ({}, {"train": {"steps": 4, "learning_rate": 0.02}}, VERSIONS, r"align.json is of other settings"),
+        ({}, {}, VERSIONS | {"attention": "reference"}, r"passed align with another attention"),
+    ],
+)
+def test_warning_says_what_is_wrong(tmp_path, changes, sections, versions, warning):
+    save_alignment(recipe(tmp_path), result(**changes))
+    assert warning in alignment_warning(recipe(tmp_path, **sections), versions)
+
+
+def test_recipe_without_alignment_is_warned_of(tmp_path):
+    assert "there is no" in alignment_warning(recipe(tmp_path), VERSIONS)
+
+
+def test_hash_follows_what_decides_numbers_only(tmp_path):
+    assert recipe_hash(recipe(tmp_path)) == recipe_hash(recipe(tmp_path / "elsewhere"))
+    assert recipe_hash(recipe(tmp_path)) != recipe_hash(recipe(tmp_path, shapes={"kind": "static"}))
