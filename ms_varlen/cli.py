@@ -255,7 +255,7 @@ def bench_command(
         print(json.dumps(_finite(result), allow_nan=False))
     else:
         for table in bench_tables(result):
-            _print_columns(table.title, table.head, table.rows, table.notes)
+            _print_columns(table.title, table.head, table.rows, table.notes, wide=not table.notes)
         Console().print(f"report: {result['report']}", soft_wrap=True)
     raise typer.Exit(1 if any("error" in row for row in result["contenders"].values()) else 0)
 
@@ -321,18 +321,6 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and value - value != 0 else value
 
 
-def _print_columns(title: str, head: list[str], rows: list[list[str]], notes: list[str]) -> None:
-    """A table with a name in the first column and numbers in the others."""
-    table = Table(
-        title=title, title_justify="left", title_style="bold", caption="\n".join(notes), caption_justify="left"
-    )
-    for place, heading in enumerate(head):
-        table.add_column(heading, justify="right" if place and notes else "left")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
-
-
 def _print_table(title: str, rows: dict[str, Any]) -> None:
     table = Table(title=title, title_justify="left", show_header=False, title_style="bold")
     table.add_column()
@@ -350,7 +338,9 @@ def _flat(rows: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
-def _print_columns(title: str, head: list[str], rows: Sequence[Sequence[str]], notes: list[str], wide: bool) -> None:
+def _print_columns(
+    title: str, head: list[str], rows: Sequence[Sequence[str]], notes: list[str], wide: bool = False
+) -> None:
     """A table with names in the first column and numbers in the others, or sentences where it is `wide`."""
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for place, heading in enumerate(head):

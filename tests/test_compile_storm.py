@@ -40,7 +40,7 @@ def run(cell, watch, tokens):
 @pytest.mark.graph
 def test_one_graph_serves_twenty_lengths_of_a_declared_range(cell, caplog):
     cell.set_inputs(*declared_inputs(SHAPES, {"ids": "T"}))
-    watch = CompileWatch({"train": cell}, {"train": SHAPES.predicted_graphs}, max_graphs=1)
+    watch = CompileWatch({"train": (cell,)}, {"train": SHAPES.predicted_graphs}, max_graphs=1)
     assert {run(cell, watch, SHAPES.size_for(int(length))) for length in LENGTHS} == {1}
     assert "WARNING" not in {record.levelname for record in caplog.records}
 
@@ -49,7 +49,7 @@ def test_one_graph_serves_twenty_lengths_of_a_declared_range(cell, caplog):
 def test_undeclared_sizes_compile_as_predicted_then_warn_then_stop(cell, caplog):
     sizes = {SHAPES.size_for(int(length)) for length in LENGTHS}
     assert len(sizes) == 4
-    watch = CompileWatch({"train": cell}, {"train": 4}, max_graphs=5)
+    watch = CompileWatch({"train": (cell,)}, {"train": 4}, max_graphs=5)
     caplog.set_level(logging.INFO, "ms_varlen")
     assert [run(cell, watch, SHAPES.size_for(int(length))) for length in LENGTHS][-1] == 4
     assert {record.levelname for record in caplog.records} == {"INFO"}

@@ -14,6 +14,7 @@ from ms_varlen.data.layouts import Layout
 from ms_varlen.data.store import Progress
 from ms_varlen.errors import RecipeError
 from ms_varlen.graph.shapes import TokenShapes, round_up
+from ms_varlen.planning.windows import divisor_boundaries
 from ms_varlen.train.recipe import Recipe
 from ms_varlen.train.workload import Workload, prepare
 
@@ -123,12 +124,13 @@ def contender_workload(name: str, workload: Workload, parts: Parts) -> tuple[Wor
     seq_length, divisor = workload.recipe.model.seq_length, workload.recipe.shapes.divisor
     if name == "padded":
         shapes = TokenShapes("static", rows * seq_length, rows * seq_length, rows, rows)
-        layout = Layout("padded", shapes, seq_length, rows=rows)
+        layout = Layout("padded", shapes, seq_length, rows=rows, row_lengths=(seq_length,))
     else:
         longest = round_up(seq_length, divisor)
         largest = max(longest, 2 * divisor)  # a range must be open
         shapes = TokenShapes("range", rows * divisor, rows * largest, rows * divisor, rows)
-        layout = Layout("padded", shapes, longest, rows=rows, row_divisor=divisor)
+        row_lengths = tuple(divisor_boundaries(longest, divisor).tolist())
+        layout = Layout("padded", shapes, longest, rows=rows, row_lengths=row_lengths)
     return dataclasses.replace(workload, shapes=shapes, layout=layout), parts
 
 

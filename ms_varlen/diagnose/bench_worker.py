@@ -39,8 +39,8 @@ class UndeclaredGraphs(TrainingGraphs):
         super().__init__(workload, target)
 
     def _declare(self) -> CompileWatch:
-        self._cells = {"train": self.accumulate_cell, "apply": self.apply_cell}
-        return CompileWatch(self._cells, {"train": self._sizes, "apply": 1}, self._sizes + 1)
+        self._roles = {"train": (self.accumulate_cell,), "apply": (self.apply_cell,)}
+        return CompileWatch(self._roles, {"train": self._sizes, "apply": 1}, self._sizes + 1)
 
 
 class OwnContender:

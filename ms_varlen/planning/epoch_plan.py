@@ -94,7 +94,7 @@ class EpochPlan:
         self.settings = settings
         planned = lengths if remaining is None else lengths[remaining]
         order, self.offsets = _micro_batches(planned, settings, epoch)
-        if settings.world_size > 1 and epoch is not None:
+        if settings.world_size > 1 and epoch is not None and order.size:
             order, self.offsets = _balanced(planned, settings, order, self.offsets)
         self.order = order if remaining is None else original_ids(order, remaining)
         self.num_micro_batches = self.offsets.size - 1

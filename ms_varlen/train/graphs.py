@@ -11,7 +11,7 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, ParameterTuple, Tensor, nn
+from mindspore import Parameter, Tensor, nn
 
 import ms_varlen
 from ms_varlen.checkpoint.store import APPLIED_STEPS
@@ -100,13 +100,12 @@ class TrainingGraphs:
             seed=recipe.train.seed,
         )
         net = CausalLMLoss(model)
-        weights = ParameterTuple(net.trainable_params())
-        accumulated = weights.clone("accumulated", init="zeros")
         # One cell for each static size of T (`set_inputs` is per cell), or one for a range.
-        self._accumulate_cells = {
-            size: AccumulateGradients(net, weights, accumulated) for size in workload.shapes.sizes or (None,)
-        }
-        self.accumulate_cell = next(iter(self._accumulate_cells.values()))
+        first, *others = workload.shapes.sizes or (None,)
+        self.accumulate_cell = AccumulateGradients(net)
+        self._accumulate_cells: dict[int | None, AccumulateGradients] = {first: self.accumulate_cell}
+        for size in others:
+            self._accumulate_cells[size] = AccumulateGradients(net, self.accumulate_cell)
         self.apply_cell = ApplyGradients(self.accumulate_cell.weights, self.accumulate_cell.accumulated, recipe.train)
         self.evaluate_cell = EvaluateLoss(net)
         for cell in self._accumulate_cells.values():

@@ -24,14 +24,21 @@ class AccumulateGradients(nn.Cell):
 
     Args:
         net: ``net(input_ids, labels, position_ids, *lengths)`` -> () fp32, the sum of token losses.
+        shared: another cell over the same net, whose weights and accumulators this one uses: one cell for each static
+            size of T, all into the same accumulators.
+    Attributes:
         weights: the net's trainable parameters.
         accumulated: one fp32 accumulator per parameter, zero at first.
     """
 
-    def __init__(self, net: nn.Cell, weights: ParameterTuple, accumulated: ParameterTuple):
+    def __init__(self, net: nn.Cell, shared: "AccumulateGradients | None" = None):
         super().__init__(auto_prefix=False)
         self.net = net
-        self.weights, self.accumulated = weights, accumulated
+        weights = ParameterTuple(net.trainable_params()) if shared is None else shared.weights
+        self.weights: ParameterTuple = weights
+        self.accumulated: ParameterTuple = (
+            weights.clone("accumulated", init="zeros") if shared is None else shared.accumulated
+        )
         self.gradient = ops.value_and_grad(net, None, self.weights)
         self.hyper_map = ops.HyperMap()
 
