@@ -27,7 +27,8 @@ def set_up_device(device: DeviceConfig, graph: GraphConfig) -> str:
         raise RecipeError(
             ["device.target: must be a device that MindSpore sees, got Ascend and there is none; use auto or CPU"]
         )
-    ms.set_device(target)
+    if ms.get_context("device_target") != target:  # MindSpore refuses the call, even to no effect, once it has run
+        ms.set_device(target)
     ms.set_context(mode=ms.GRAPH_MODE if graph.mode == "graph" else ms.PYNATIVE_MODE)
     if graph.mode == "graph":
         ms.set_context(jit_config={"jit_level": graph.jit_level})

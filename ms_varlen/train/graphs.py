@@ -144,14 +144,13 @@ class TrainingGraphs:
         """Compile every graph, in a fixed order; `compile_graphs` puts the compile cache around it."""
         workload = self._workload
         for size, cell in self._accumulate_cells.items():
-            tokens = workload.shapes.max if size is None else size
-            cell.compile(*self._tensors(self._made_up_micro_batch(workload.layout, tokens)))
+            cell.compile(*self._tensors(self._made_up_micro_batch(workload.layout, size)))
             self._watch.check(workload.shapes.describe() if size is None else f"T={size}")
         self.apply_cell.compile(*_scalars(0.0, 1.0, 0.0, 0.0))
         self._watch.check("fixed shapes")
         if "eval" in self._roles:
-            eval_batch = self._made_up_micro_batch(workload.eval_layout, workload.eval_shapes.max)
-            self.evaluate_cell.compile(*self._tensors(eval_batch))
+            size = workload.eval_shapes.sizes[0] if workload.eval_shapes.sizes else None
+            self.evaluate_cell.compile(*self._tensors(self._made_up_micro_batch(workload.eval_layout, size)))
             self._watch.check(workload.eval_shapes.describe())
 
     def parts(self) -> dict[str, Any]:
@@ -169,9 +168,9 @@ class TrainingGraphs:
             "roles": list(self._roles),
         }
 
-    def _made_up_micro_batch(self, layout: Layout, tokens: int) -> Columns:
-        """Columns of the right shapes for a graph of this T; compiling looks at nothing else."""
-        lens = layout.made_up(tokens)
+    def _made_up_micro_batch(self, layout: Layout, size: int | None) -> Columns:
+        """Columns of the right shapes for a graph of this T, or of any; compiling looks at nothing else."""
+        lens = layout.place(np.ones(1, np.int32)) if size is None else layout.made_up(size)
         return {**lay_out(lens, np.zeros(lens.real_tokens, np.int32), 0), **self.attention.columns(lens)}
 
     def _tensors(self, columns: Columns) -> tuple[Tensor, ...]:
