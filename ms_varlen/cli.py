@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -210,7 +211,7 @@ def bench_command(
     if as_json:
         print(json.dumps(_finite(result), allow_nan=False))
     else:
-        for table in bench_tables(result):
+        for table in bench_tables(result, short=True):
             _print_columns(table.title, table.head, table.rows, table.notes)
         Console().print(f"report: {result['report']}", soft_wrap=True)
     raise typer.Exit(1 if any("error" in row for row in result["contenders"].values()) else 0)
@@ -279,14 +280,12 @@ def _finite(value: Any) -> Any:
 
 def _print_columns(title: str, head: list[str], rows: list[list[str]], notes: list[str]) -> None:
     """A table with a name in the first column and numbers in the others."""
-    table = Table(
-        title=title, title_justify="left", title_style="bold", caption="\n".join(notes), caption_justify="left"
-    )
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE, padding=(0, 1, 0, 0))
     for place, heading in enumerate(head):
-        table.add_column(heading, justify="right" if place and notes else "left")
+        table.add_column(heading, justify="right" if place and notes else "left", no_wrap=place == 0)
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    Console().print(table, *notes, sep="\n", highlight=False)
 
 
 def _print_table(title: str, rows: dict[str, Any]) -> None:
