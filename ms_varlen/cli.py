@@ -254,7 +254,7 @@ def bench_command(
     if as_json:
         print(json.dumps(_finite(result), allow_nan=False))
     else:
-        for table in bench_tables(result):
+        for table in bench_tables(result, short=True):
             _print_columns(table.title, table.head, table.rows, table.notes, wide=not table.notes)
         Console().print(f"report: {result['report']}", soft_wrap=True)
     raise typer.Exit(1 if any("error" in row for row in result["contenders"].values()) else 0)
@@ -342,11 +342,13 @@ def _print_columns(
     title: str, head: list[str], rows: Sequence[Sequence[str]], notes: list[str], wide: bool = False
 ) -> None:
     """A table with names in the first column and numbers in the others, or sentences where it is `wide`."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+    )
     for place, heading in enumerate(head):
         narrow = 22 if wide and place < len(head) - 1 else None
         justify: Literal["left", "right"] = "right" if place and not wide else "left"
-        table.add_column(heading, justify=justify, overflow="fold", max_width=narrow)
+        table.add_column(heading, justify=justify, overflow="fold", max_width=narrow, no_wrap=not (place or wide))
     for row in rows:
         table.add_row(*row)
     Console().print(table)

@@ -292,6 +292,7 @@ def test_page_and_tables_show_the_same_numbers(fake_bench, tmp_path):
     speed, cost, absent = bench_tables(result)
     assert speed.rows[0][:2] == [OURS["varlen_range"].label, f"{result_speed(result):,.0f}"]
     assert [row[0] for row in cost.rows] == [OURS[name].label for name in ("varlen_range", "padded", "padded_batch")]
+    assert [row[0] for row in bench_tables(result, short=True)[1].rows] == ["varlen_range", "padded", "padded_batch"]
     assert absent.rows[1][1] == "not installed: pip install torch==2.13.0 transformers==4.57.1"
 
 

@@ -17,7 +17,10 @@ from ms_varlen.diagnose.report import render
 
 DASH = "–"
 BASELINES = {"padded": "seq_length", "padded_batch": "batch max"}
-"""What the padded contenders pad to, for headings."""
+"""What the padded contenders pad to."""
+
+SHORT = {"padded": "max", "padded_batch": "batch"}
+"""The same as `batch.pad_to` names it, for headings."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,27 +40,33 @@ class BenchTable:
     notes: list[str]
 
 
-def bench_tables(result: Mapping[str, Any]) -> list[BenchTable]:
-    """The numbers of a bench: speed, and what it costs to get there."""
-    tables = [_speed_table(result), _cost_table(result)]
-    absent = _absent_rows(result)
+def bench_tables(result: Mapping[str, Any], short: bool = False) -> list[BenchTable]:
+    """The numbers of a bench: speed, and what it costs to get there.
+
+    Args:
+        result: what `bench` returned.
+        short: contenders under their names in options, for narrow places; else in words.
+    """
+    words = {name: name if short else row["label"] for name, row in result["contenders"].items()}
+    tables = [_speed_table(result, words), _cost_table(result, words)]
+    absent = _absent_rows(result, words)
     if absent:
         tables.append(BenchTable("Did not run", ["contender", "why"], absent, []))
     return tables
 
 
-def _speed_table(result: Mapping[str, Any]) -> BenchTable:
+def _speed_table(result: Mapping[str, Any], words: Mapping[str, str]) -> BenchTable:
     limits = result["flop_limit"]
-    head = ["contender", "real tokens/s", "quartiles", "step s"]
+    head = ["contender", "real tok/s", "q1–q3", "step s"]
     for name in limits:
-        head += [f"x {BASELINES[name]}", "of limit"]
+        head += [f"x {SHORT[name]}", "of limit"]
     rows = []
     for name, row in _ran(result):
         speed = row["real_tokens_per_second"]
         cells = [
-            row["label"],
+            words[name],
             f"{speed['median']:,.0f}",
-            f"{speed['q1']:,.0f} – {speed['q3']:,.0f}",
+            f"{speed['q1']:,.0f}–{speed['q3']:,.0f}",
             f"{row['step_seconds']['median']:.3f}",
         ]
         for base in limits:
@@ -65,7 +74,7 @@ def _speed_table(result: Mapping[str, Any]) -> BenchTable:
             cells.append(DASH if base == name else f"{row['share_of_flop_limit'][base]:.0%}")
         rows.append([*cells, f"{row['rate_share_real']:.0%}", _text(row.get("rate_share_computed"), "{:.0%}")])
     notes = [
-        f"x {BASELINES[name]}: times faster than padded to it; FLOP limit {limit['limit']:.2f} "
+        f"x {SHORT[name]}: times faster than padded to {BASELINES[name]}; FLOP limit {limit['limit']:.2f} "
         f"({limit['limit_without_pad_logits']:.2f} if pads get no logits)"
         for name, limit in limits.items()
     ]
@@ -73,15 +82,15 @@ def _speed_table(result: Mapping[str, Any]) -> BenchTable:
     return BenchTable("Speed", [*head, "rate real", "rate all"], rows, notes)
 
 
-def _cost_table(result: Mapping[str, Any]) -> BenchTable:
+def _cost_table(result: Mapping[str, Any], words: Mapping[str, str]) -> BenchTable:
     head = ["contender", "pad ratio", "graphs", "compile s", "warm", "to 1st step s", "warm", "memory MB", "data wait"]
     rows = []
-    for _, row in _ran(result):
+    for name, row in _ran(result):
         graphs = row.get("graphs")
         warm = row if row.get("warm_compile_cache") == "warm" else {}
         rows.append(
             [
-                row["label"],
+                words[name],
                 _text(row.get("pad_ratio"), "{:.1%}"),
                 DASH if graphs is None else str(sum(graphs.values())),
                 "in steps" if row.get("compiled_in_steps") else _text(row.get("compile_seconds"), "{:.1f}"),
@@ -100,13 +109,13 @@ def _cost_table(result: Mapping[str, Any]) -> BenchTable:
     return BenchTable("Cost", [*head, "loss diff"], rows, notes)
 
 
-def _absent_rows(result: Mapping[str, Any]) -> list[list[str]]:
+def _absent_rows(result: Mapping[str, Any], words: Mapping[str, str]) -> list[list[str]]:
     rows = []
-    for row in result["contenders"].values():
+    for name, row in result["contenders"].items():
         if "missing" in row:
-            rows.append([row["label"], f"not installed: {row['missing']}"])
+            rows.append([words[name], f"not installed: {row['missing']}"])
         if "error" in row:
-            rows.append([row["label"], row["error"]])
+            rows.append([words[name], row["error"]])
     return rows
 
 
@@ -172,10 +181,8 @@ def _headline(result: Mapping[str, Any]) -> list[dict]:
             ("Of the matrix-product rate", share, f"real work; {max(rates.values()) / 1e9:.0f} GFLOP/s fp32")
         )
     if result["pipeline"]:
-        speed = result["pipeline"]["tokens_per_second"]
-        numbers.append(
-            ("Data alone", f"{speed / 1e6:.1f} M tokens/s", f"store of {result['pipeline']['store_mb']:.0f} MB")
-        )
+        speed, size = (result["pipeline"][key] for key in ("tokens_per_second", "store_mb"))
+        numbers.append(("Data alone", f"{speed / 1e6:.1f} M", f"tokens per second, store of {size:.0f} MB"))
     return [{"name": name, "value": value, "note": note} for name, value, note in numbers]
 
 
