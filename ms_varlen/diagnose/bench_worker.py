@@ -147,7 +147,6 @@ class MatrixProduct:
     """The machine's fp32 rate: products of two square matrices by NumPy and by MindSpore."""
 
     def __init__(self):
-        ms.set_device("CPU")
         ms.set_context(mode=ms.PYNATIVE_MODE)
         random = np.random.default_rng(0)
         self.matrices = [random.standard_normal((PRODUCT_SIZE, PRODUCT_SIZE), np.float32) for _ in range(2)]
