@@ -7,4 +7,4 @@ use_environment "test,mindformers"
 ruff format --check .
 ruff check .
 mypy
-exec python -m pytest "$@"
+exec python -m pytest --numprocesses 2 "$@"
