@@ -36,9 +36,10 @@ LOSS_TOLERANCE = {"CPU": 2e-5, ASCEND: 1e-3}
 GRADIENT_TOLERANCE = {"CPU": 1e-5, ASCEND: 2e-2}
 """Largest relative difference of the first step's gradients, by device."""
 
-DRIFT_TOLERANCE = {"CPU": 1e-3, ASCEND: 1e-1}
-"""The same for later steps, whose weights differ by the rounding of the steps before. One segment end a token off its
-place moves the loss of its step by as little as 1e-5, but some gradient by more than 1e-2."""
+LATER_GRADIENT_TOLERANCE = {"CPU": 1e-4, ASCEND: 5e-2}
+"""The same for later steps, at the recipe's own weights: two trainings drift apart by rounding, and now and then a step
+is so sensitive that their gradients differ by a hundredth. One segment end a token off its place moves the loss of its
+step by as little as 1e-5, but some gradient by more than 1e-2."""
 
 
 def align(
@@ -58,13 +59,13 @@ def align(
         progress: told how far the token store is, where one is built.
     Returns:
         losses and relative differences of the gradients by step, `max_abs_diff`, `gradient_max_rel_diff` (first step),
-        `gradient_max_drift` (later ones), `first_failed_step`, `passed` and the tolerances.
+        `gradient_max_rel_diff_later`, `first_failed_step`, `passed` and the tolerances.
     """
     begin = time.perf_counter()
     workload = prepare(recipe, progress)
     target = set_up_device(recipe.device, recipe.graph)
-    sides = (Side(workload, target, None), Side(*dense_side(workload, target)))
-    compile_graphs(recipe.graph, *(side.graphs for side in sides))
+    ours, padded = Side(workload, target, None), Side(*dense_side(workload, target))
+    compile_graphs(recipe.graph, ours.graphs, padded.graphs)
     limit = LOSS_TOLERANCE[target] if tolerance is None else tolerance
     losses: list[tuple[float, float]] = []
     gradients: list[tuple[float, str]] = []
@@ -72,19 +73,22 @@ def align(
     for step, (state, plan) in enumerate(workload.plan_steps(workload.plans.start(), steps), start=1):
         parts = [plan.micro_batch(state.step, m) for m in range(recipe.batch.micro_batches)]
         ids = plan.step_ids(state.step)
-        supervised = [sides[0].accumulate(parts), sides[1].accumulate(_rows(ids, workload.store.train.lengths))]
-        gradients.append(gradient_difference(*(side.graphs.gradients() for side in sides)))
+        rows = _rows(ids, workload.store.train.lengths)
+        supervised = [ours.accumulate(parts)]
+        expected = padded.gradients_at(ours.graphs.model_weights(), rows) if step > 1 else None
+        supervised.append(padded.accumulate(rows))
+        gradients.append(gradient_difference(ours.graphs.gradients(), expected or padded.graphs.gradients()))
         rate = learning_rate(recipe.train, step)
-        losses.append((sides[0].apply(rate, supervised[0]), sides[1].apply(rate, supervised[1])))
+        losses.append((ours.apply(rate, supervised[0]), padded.apply(rate, supervised[1])))
         hashes.append(ids_hash(ids))
         on_step(step, *losses[-1])
     return {
         "recipe": recipe.checkpoint.output_dir.name,
         "mode": recipe.mode,
         "steps": steps,
-        **compare(losses, gradients, limit, GRADIENT_TOLERANCE[target], DRIFT_TOLERANCE[target]),
+        **compare(losses, gradients, limit, GRADIENT_TOLERANCE[target], LATER_GRADIENT_TOLERANCE[target]),
         "sample_ids_sha256": hashes,
-        "versions": sides[0].graphs.versions,
+        "versions": ours.graphs.versions,
         "seconds": round(time.perf_counter() - begin, 1),
     }
 
@@ -94,7 +98,7 @@ def compare(
     gradients: list[tuple[float, str]],
     loss_limit: float,
     gradient_limit: float,
-    drift_limit: float,
+    later_gradient_limit: float,
 ) -> dict[str, Any]:
     """Judge two trainings.
 
@@ -103,14 +107,14 @@ def compare(
         gradients: by step, the largest relative difference of a parameter's gradient and that parameter's name.
         loss_limit: largest difference of the loss.
         gradient_limit: largest relative difference of the first step's gradients.
-        drift_limit: the same for later steps.
+        later_gradient_limit: the same for later steps.
     Returns:
         the curves, the largest differences, the limits, and the first step beyond one of them (a NaN is beyond it).
     """
     loss, loss_padded = np.array(losses).T
     differences = np.abs(loss - loss_padded)
     relative = np.array([difference for difference, _ in gradients])
-    limits = np.array([gradient_limit] + [drift_limit] * (len(gradients) - 1))
+    limits = np.array([gradient_limit] + [later_gradient_limit] * (len(gradients) - 1))
     failed = np.flatnonzero(~((differences <= loss_limit) & (relative <= limits)))
     worst = int(np.argmax(np.where(np.isnan(relative), np.inf, relative / limits)))
     return {
@@ -121,8 +125,8 @@ def compare(
         "tolerance": loss_limit,
         "gradient_max_rel_diff": float(relative[0]),
         "gradient_tolerance": gradient_limit,
-        "gradient_max_drift": float(relative[1:].max(initial=0.0)),
-        "gradient_drift_tolerance": drift_limit,
+        "gradient_max_rel_diff_later": float(relative[1:].max(initial=0.0)),
+        "gradient_tolerance_later": later_gradient_limit,
         "gradient_worst_parameter": gradients[worst][1],
         "first_failed_step": int(failed[0]) + 1 if failed.size else None,
         "passed": failed.size == 0,
@@ -168,6 +172,16 @@ class Side:
             self._loss_sum += float(self.graphs.accumulate(columns).asnumpy())
             supervised += int((columns["labels"] != IGNORE_INDEX).sum())
         return supervised
+
+    def gradients_at(self, weights: dict[str, np.ndarray], parts: list[np.ndarray]) -> dict[str, np.ndarray]:
+        """Gradient sums of micro-batches at other weights; this side's own weights stay, its accumulators are empty."""
+        own = self.graphs.model_weights()
+        self.graphs.set_weights(weights)
+        self.accumulate(parts)
+        gradients = self.graphs.gradients()
+        self.graphs.clear_gradients()
+        self.graphs.set_weights(own)
+        return gradients
 
     def apply(self, rate: float, supervised: int) -> float:
         """Apply the step; its loss per supervised token."""

@@ -188,7 +188,7 @@ class TrainingGraphs:
         norm, finite = self.apply_cell(*_scalars(learning_rate, supervised, loss_sum, 0.0))
         applied = bool(finite.asnumpy())
         if not applied:
-            clear(self.accumulate_cell.accumulated)
+            self.clear_gradients()
         return float(norm.asnumpy()), applied
 
     def evaluate(self, columns: Columns) -> Tensor:
@@ -213,16 +213,27 @@ class TrainingGraphs:
     def weights(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Copies of the fp32 masters, and of AdamW's moments and step counter, by name (host)."""
         cell = self.apply_cell
-        model = {weight.name: weight.asnumpy().copy() for weight in cell.weights}
         optimizer = {p.name: p.asnumpy().copy() for p in (*cell.adam_m, *cell.adam_v)}
         optimizer[APPLIED_STEPS] = np.array(int(cell.applied_steps.asnumpy()), np.int64)
-        return model, optimizer
+        return self.model_weights(), optimizer
+
+    def model_weights(self) -> dict[str, np.ndarray]:
+        """Copies of the fp32 masters by name (host)."""
+        return {weight.name: weight.asnumpy().copy() for weight in self.accumulate_cell.weights}
+
+    def set_weights(self, model: Mapping[str, np.ndarray]) -> None:
+        """Take over weights, by name."""
+        for weight in self.accumulate_cell.weights:
+            _set(weight, model[weight.name])
+
+    def clear_gradients(self) -> None:
+        """Zero the accumulated gradient."""
+        clear(self.accumulate_cell.accumulated)
 
     def load(self, model: Mapping[str, np.ndarray], optimizer: Mapping[str, np.ndarray]) -> None:
         """Take over saved weights, moments and step counter; names and shapes were checked when they were read."""
         cell = self.apply_cell
-        for weight in cell.weights:
-            _set(weight, model[weight.name])
+        self.set_weights(model)
         for moment in (*cell.adam_m, *cell.adam_v):
             _set(moment, optimizer[moment.name])
         _set(cell.applied_steps, optimizer[APPLIED_STEPS].astype(np.float32))
