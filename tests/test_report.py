@@ -247,7 +247,7 @@ def test_an_alignment_that_passed(tmp_path):
     assert (
         "gradient (relative) 3.20e-06 1.00e-04 first step "
         "gradient (relative), later 4.50e-05 1.00e-03 "
-        "later steps, at equal weights; nearest to its limit in model.layers.3.self_attn.k_proj.weight" in page.text
+        "later steps; nearest to its limit in model.layers.3.self_attn.k_proj.weight" in page.text
     )
     assert "every step within" in page.text
     assert "FAILED" not in page.text
@@ -260,7 +260,7 @@ def test_an_alignment_that_failed_names_the_step(tmp_path, no_pictures):
     text = Page(write_align_report(result, tmp_path / "align.html").read_text()).text
     assert "FAILED" in text
     assert "PASSED" not in text
-    assert "step 60 is the first above it" in text
+    assert "step 60 is the first with a difference that is not allowed" in text
     assert "gradient (relative) – 1.00e-04" in text
 
 
@@ -278,7 +278,9 @@ def test_losses_that_are_not_finite_have_a_page(tmp_path, value):
         "max_abs_diff": math.nan,
     }
     text = Page(write_align_report(result, tmp_path / "a.html").read_text()).text
-    assert "loss (absolute, nats per token) nan 1.00e-03 step 2 is the first above it" in text
+    assert (
+        "loss (absolute, nats per token) nan 1.00e-03 step 2 is the first with a difference that is not allowed" in text
+    )
 
 
 def test_the_page_of_many_steps_stays_small(tmp_path):

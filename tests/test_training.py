@@ -273,3 +273,25 @@ def test_the_learning_rate_rises_to_its_peak_and_falls_to_its_end():
     assert rates(schedule="cosine") == [0.5, 1.0, 0.868198, 0.55, 0.231802, 0.1]
     assert rates(schedule="constant") == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]
     assert rates(schedule="linear", warmup_steps=0)[-1] == 0.1
+
+
+@pytest.mark.graph
+def test_weights_set_between_steps_are_those_that_the_next_steps_train(workload, body):
+    ms.set_context(mode=ms.GRAPH_MODE)
+    try:
+        plain, touched = TrainingGraphs(workload, "CPU"), TrainingGraphs(workload, "CPU")
+        losses = []
+        for graphs in (plain, touched):
+            for ids in ([1, 2], [4, 5], [7], [8, 9]):
+                if graphs is touched:
+                    own = graphs.model_weights()
+                    graphs.set_weights({name: value * 0 for name, value in own.items()})
+                    graphs.accumulate(columns_of(graphs, workload, ids))
+                    graphs.clear_gradients()
+                    graphs.set_weights(own)
+                losses.append(float(graphs.accumulate(columns_of(graphs, workload, ids)).asnumpy()))
+                graphs.apply(0.01, 40, 1.0)
+    finally:
+        ms.set_context(mode=ms.PYNATIVE_MODE)
+    assert losses[4:] == losses[:4]
+    assert losses[3] != losses[0]

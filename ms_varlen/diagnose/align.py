@@ -36,10 +36,10 @@ LOSS_TOLERANCE = {"CPU": 2e-5, ASCEND: 1e-3}
 GRADIENT_TOLERANCE = {"CPU": 1e-5, ASCEND: 2e-2}
 """Largest relative difference of the first step's gradients, by device."""
 
-LATER_GRADIENT_TOLERANCE = {"CPU": 1e-4, ASCEND: 5e-2}
-"""The same for later steps, at the recipe's own weights: two trainings drift apart by rounding, and now and then a step
-is so sensitive that their gradients differ by a hundredth. One segment end a token off its place moves the loss of its
-step by as little as 1e-5, but some gradient by more than 1e-2."""
+LATER_GRADIENT_TOLERANCE = {"CPU": 1e-3, ASCEND: 1e-1}
+"""The same for later steps. Two trainings drift apart by rounding, and now and then a step is so sensitive that their
+gradients differ by a hundredth: one beyond the limit is computed again at equal weights, and that difference counts. One
+segment end a token off moves the loss of its step by as little as 1e-5, but some gradient by more than 1e-2."""
 
 
 def align(
@@ -74,10 +74,12 @@ def align(
         parts = [plan.micro_batch(state.step, m) for m in range(recipe.batch.micro_batches)]
         ids = plan.step_ids(state.step)
         rows = _rows(ids, workload.store.train.lengths)
-        supervised = [ours.accumulate(parts)]
-        expected = padded.gradients_at(ours.graphs.model_weights(), rows) if step > 1 else None
-        supervised.append(padded.accumulate(rows))
-        gradients.append(gradient_difference(ours.graphs.gradients(), expected or padded.graphs.gradients()))
+        supervised = ours.accumulate(parts), padded.accumulate(rows)
+        gradients.append(gradient_difference(ours.graphs.gradients(), padded.graphs.gradients()))
+        if step > 1 and not gradients[-1][0] <= LATER_GRADIENT_TOLERANCE[target]:
+            expected = padded.gradients_at(ours.graphs.model_weights(), rows)
+            gradients[-1] = gradient_difference(ours.graphs.gradients(), expected)
+            padded.accumulate(rows)
         rate = learning_rate(recipe.train, step)
         losses.append((ours.apply(rate, supervised[0]), padded.apply(rate, supervised[1])))
         hashes.append(ids_hash(ids))
@@ -176,6 +178,7 @@ class Side:
     def gradients_at(self, weights: dict[str, np.ndarray], parts: list[np.ndarray]) -> dict[str, np.ndarray]:
         """Gradient sums of micro-batches at other weights; this side's own weights stay, its accumulators are empty."""
         own = self.graphs.model_weights()
+        self.graphs.clear_gradients()
         self.graphs.set_weights(weights)
         self.accumulate(parts)
         gradients = self.graphs.gradients()

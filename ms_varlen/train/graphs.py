@@ -11,7 +11,7 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, Tensor, nn, ops
 
 import ms_varlen
 from ms_varlen.checkpoint.store import APPLIED_STEPS
@@ -273,4 +273,6 @@ def _scalars(*values: float) -> tuple[Tensor, ...]:
 
 
 def _set(parameter: Parameter, value: np.ndarray) -> None:
-    parameter.set_data(Tensor(value))
+    # In place. `Parameter.set_data` gives the parameter other memory, and a graph that has updated the weights once
+    # goes on updating the old: losses then go wrong without an error (MindSpore 2.9, CPU).
+    ops.assign(parameter, Tensor(value))

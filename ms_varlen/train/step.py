@@ -123,7 +123,7 @@ class ApplyGradients(nn.Cell):
 def clear(accumulated: ParameterTuple) -> None:
     """Zero the accumulators from the host, after a step that was not applied."""
     for gradient in accumulated:
-        gradient.set_data(Tensor(np.zeros(gradient.shape, np.float32)))
+        ops.assign(gradient, Tensor(np.zeros(gradient.shape, np.float32)))
 
 
 class EvaluateLoss(nn.Cell):
