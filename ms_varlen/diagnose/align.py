@@ -38,7 +38,7 @@ GRADIENT_TOLERANCE = {"CPU": 1e-5, ASCEND: 2e-2}
 
 LATER_GRADIENT_TOLERANCE = {"CPU": 1e-3, ASCEND: 1e-1}
 """The same for later steps. Two trainings drift apart by rounding, and now and then a step is so sensitive that their
-gradients differ by a hundredth: one beyond the limit is computed again at equal weights, and that difference counts. One
+gradients differ by a hundredth: one beyond the limit is computed again at equal weights, and that one counts. One
 segment end a token off moves the loss of its step by as little as 1e-5, but some gradient by more than 1e-2."""
 
 
