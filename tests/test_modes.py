@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from ms_varlen.diagnose.align import align
+from ms_varlen.errors import ShapesError
 from ms_varlen.train.recipe import parse_recipe
 from ms_varlen.train.run import train
 from ms_varlen.train.workload import describe_plan, prepare
@@ -62,6 +63,13 @@ def recipe(corpus, mode, kind):
             "checkpoint": {"output_dir": str(corpus / f"{mode}-{kind}")},
         }
     )
+
+
+def test_more_graphs_than_allowed_are_refused_before_anything_is_compiled(corpus):
+    values = recipe(corpus, "bucketed", "buckets").resolved()
+    values["graph"]["max_graphs"] = 3  # two sizes in training, the optimizer, evaluation
+    with pytest.raises(ShapesError, match=r"must be <= graph.max_graphs \(3\), got 4 \(train 2, apply 1, eval 1\)"):
+        prepare(parse_recipe(values))
 
 
 @pytest.mark.graph

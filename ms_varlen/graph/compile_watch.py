@@ -19,6 +19,24 @@ class CompiledCell(Protocol):
     def compile_cache(self) -> set[str]: ...
 
 
+def check_graphs(expected: Mapping[str, int], max_graphs: int) -> None:
+    """Refuse more graphs than are allowed, before any is compiled.
+
+    Args:
+        expected: role -> predicted number of graphs.
+        max_graphs: the most graphs allowed, all roles together (`graph.max_graphs`).
+    Raises:
+        ShapesError: more graphs predicted than allowed.
+    """
+    predicted = sum(expected.values())
+    if predicted > max_graphs:
+        roles = ", ".join(f"{role} {count}" for role, count in expected.items())
+        raise ShapesError(
+            f"the predicted number of graphs must be <= graph.max_graphs ({max_graphs}), got {predicted} "
+            f"({roles}); declare fewer sizes under shapes or raise graph.max_graphs"
+        )
+
+
 class CompileWatch:
     """Compares the graphs that were compiled, by role, with those predicted.
 
@@ -33,13 +51,8 @@ class CompileWatch:
     def __init__(self, cells: Mapping[str, Sequence[CompiledCell]], expected: Mapping[str, int], max_graphs: int):
         if cells.keys() != expected.keys():
             raise ShapesError(f"roles of expected must be those of cells ({sorted(cells)}), got {sorted(expected)}")
+        check_graphs(expected, max_graphs)
         self.predicted = sum(expected.values())
-        if self.predicted > max_graphs:
-            roles = ", ".join(f"{role} {count}" for role, count in expected.items())
-            raise ShapesError(
-                f"the predicted number of graphs must be <= graph.max_graphs ({max_graphs}), got {self.predicted} "
-                f"({roles}); declare fewer sizes under shapes or raise graph.max_graphs"
-            )
         self.cells = dict(cells)
         self.expected = dict(expected)
         self.max_graphs = max_graphs

@@ -226,11 +226,12 @@ def _segments_hold_the_tail(
     smallest = shape_min or divisor
     if mode == "padded" or budget is None or smallest > budget:
         return
-    tail = tail_segments(kind, smallest, budget, divisor, seq_length)
-    if max_segments <= tail + (mode == "bucketed"):
+    # A bucketed row is two segments, its sample and its own tail.
+    needed = tail_segments(kind, smallest, budget, divisor, seq_length) + (2 if mode == "bucketed" else 1)
+    if max_segments < needed:
         yield Fault(
             "batch.max_segments",
-            f"must be > {tail} (segments of the longest padded tail), got {max_segments}; raise it",
+            f"must be >= {needed} (one sample, and the segments of the longest padded tail), got {max_segments}; raise it",
         )
 
 

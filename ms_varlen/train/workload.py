@@ -8,6 +8,7 @@ import numpy as np
 
 from ms_varlen.data.layouts import Layout
 from ms_varlen.data.store import Progress, TokenStore, prepare_store
+from ms_varlen.graph.compile_watch import check_graphs
 from ms_varlen.graph.shapes import TokenShapes
 from ms_varlen.models.config import DecoderConfig
 from ms_varlen.planning.balance import imbalance
@@ -130,7 +131,7 @@ def prepare_on(recipe: Recipe, store: TokenStore, world_size: int = 1) -> Worklo
     lengths = SampleLengths(store.train.lengths, store.train.lengths_fingerprint, store.eval.longest)
     plans, shapes, layout = plan_lengths(recipe, lengths, CostModel.of_decoder(config), world_size)
     eval_settings = dataclasses.replace(plans.settings, micro_batches=1, world_size=1)
-    return Workload(
+    workload = Workload(
         recipe=recipe,
         store=store,
         shapes=shapes,
@@ -139,6 +140,9 @@ def prepare_on(recipe: Recipe, store: TokenStore, world_size: int = 1) -> Worklo
         eval_plan=EpochPlan(store.eval.lengths, eval_settings, None) if len(store.eval) else None,
         model_config=config,
     )
+    if recipe.graph.mode == "graph":
+        check_graphs(predicted_graphs(workload), recipe.graph.max_graphs)
+    return workload
 
 
 @dataclasses.dataclass(frozen=True)
