@@ -66,7 +66,7 @@ def recipe(corpus, mode, kind):
 
 
 def test_more_graphs_than_allowed_are_refused_before_anything_is_compiled(corpus):
-    values = recipe(corpus, "bucketed", "buckets").resolved()
+    values = recipe(corpus, "packed", "buckets").resolved()
     values["graph"]["max_graphs"] = 3  # two sizes in training, the optimizer, evaluation
     with pytest.raises(ShapesError, match=r"must be <= graph.max_graphs \(3\), got 4 \(train 2, apply 1, eval 1\)"):
         prepare(parse_recipe(values))

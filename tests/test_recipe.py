@@ -156,10 +156,10 @@ def test_a_wrong_value_is_one_fault_that_says_what_is_allowed(override, fault):
         (["batch.token_budget=null"], "batch.token_budget: must be a whole number >= 1 in a varlen recipe, got null; "),
         (["batch.rows=8"], "batch.rows: must be left out in a varlen recipe, got 8; "),
         (["batch.pad_to=max"], "batch.pad_to: must be left out (null) in a varlen recipe, got max; "),
-        (["batch.max_segments=1"], "batch.max_segments: must be >= 2 (one sample, and the segments of"),
+        (["batch.max_segments=1"], "batch.max_segments: must be >= 2 (one sample, and the longest"),
         (
             ["shapes.kind=static", "batch.max_segments=2"],
-            "batch.max_segments: must be >= 3 (one sample, and the segments of",
+            "batch.max_segments: must be >= 3 (one sample, and the longest",
         ),
         (["shapes.max=2048"], "shapes.max: must be >= batch.token_budget (4096), got 2048; "),
         (["shapes.max=4100"], "shapes.max: must be a multiple of shapes.divisor (64), got 4100; "),

@@ -231,7 +231,7 @@ def _segments_hold_the_tail(
     if max_segments < needed:
         yield Fault(
             "batch.max_segments",
-            f"must be >= {needed} (one sample, and the segments of the longest padded tail), got {max_segments}; raise it",
+            f"must be >= {needed} (one sample, and the longest padded tail), got {max_segments}; raise it",
         )
 
 
