@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ms_varlen import CheckpointError, DataError
+from ms_varlen import CheckpointError, DataError, LengthsError
 from ms_varlen.planning.batching import row_offsets, token_budget_offsets
 from ms_varlen.planning.epoch_plan import EpochPlan, EpochPlans, PlanSettings, PlanState
 
@@ -95,6 +95,14 @@ def test_resume_in_the_second_epoch_equals_the_uninterrupted_run():  # R04
 def _steps(plans, state, count):
     steps = plans.steps_from(state)
     return [next(steps) for _ in range(count)]
+
+
+@pytest.mark.parametrize("policy", ["token_budget", "packed", "bucketed", "rows"])
+def test_unknown_lengths_are_refused_in_every_policy(policy):  # K10
+    chosen = plan_settings(policy=policy, row_lengths=(4, 8))
+    for lengths in ([0, 0, 0], [2, 0, 3]):
+        with pytest.raises(LengthsError, match=r"lengths\[\d\] must be >= 1, got 0"):
+            EpochPlan(np.array(lengths, np.int32), chosen, 0)
 
 
 def test_an_epoch_that_fills_no_step_is_refused():

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ms_varlen.errors import CheckpointError, DataError
+from ms_varlen.errors import CheckpointError, DataError, LengthsError
 from ms_varlen.planning.balance import StepGrid, balance_micro_batches, balance_plan
 from ms_varlen.planning.batching import row_offsets, token_budget_offsets
 from ms_varlen.planning.cost import CostModel
@@ -93,6 +93,12 @@ class EpochPlan:
     ):
         self.settings = settings
         planned = lengths if remaining is None else lengths[remaining]
+        if planned.size and int(planned.min()) < 1:
+            sample = int(np.argmin(planned))
+            raise LengthsError(
+                f"lengths[{sample}] must be >= 1, got {int(planned[sample])}; give each sample's tokens, and remove "
+                "empty ones (data.min_tokens does)"
+            )
         order, self.offsets = _micro_batches(planned, settings, epoch)
         if settings.world_size > 1 and epoch is not None and order.size:
             order, self.offsets = _balanced(planned, settings, order, self.offsets)
@@ -104,7 +110,7 @@ class EpochPlan:
             raise DataError(
                 f"an epoch must fill at least one step ({settings.per_step} micro-batches), got "
                 f"{self.num_micro_batches} micro-batches from {lengths.size} samples; lower batch.micro_batches or "
-                "batch.token_budget, or bring more data"
+                "batch.token_budget, use fewer ranks, or bring more data"
             )
 
     def micro_batch(self, step: int, micro_batch: int, rank: int = 0) -> np.ndarray:
