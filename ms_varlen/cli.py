@@ -93,7 +93,10 @@ def _options(
 
 @app.command("train")
 def train_command(recipe: RecipeArgument, overrides: Overrides = None, as_json: Json = False) -> None:
-    """Train a recipe, going on where its last run stopped, and write report.html into its run folder."""
+    """Train a recipe, going on where its last run stopped, and write report.html into its run folder.
+
+    Exit status 1 also when the last step was skipped, its loss or gradient not being finite.
+    """
     loaded = load_recipe(recipe, overrides or [])
     from ms_varlen.diagnose.report import write_report
     from ms_varlen.train.run import train
@@ -104,19 +107,19 @@ def train_command(recipe: RecipeArgument, overrides: Overrides = None, as_json: 
     summary["report"] = str(write_report(Path(summary["run_folder"])))
     if as_json:
         print(json.dumps(summary, allow_nan=False))
-        return
-    _print_table(
-        "trained",
-        {
+    else:
+        shown = {
             "mode": loaded.mode,
             "steps": summary["step"],
             "loss": _rounded(summary["loss"]),
             "evaluation loss": _rounded(summary.get("eval_loss")),
+            "skipped steps": summary.get("skipped_steps", 0),
             "graphs compiled": summary["graphs_compiled"],
             "run folder": summary["run_folder"],
             "report": summary["report"],
-        },
-    )
+        }
+        _print_table("trained", shown)
+    raise typer.Exit(1 if summary.get("skipped") else 0)
 
 
 @app.command("stats")
@@ -199,10 +202,12 @@ def align_command(
 ) -> None:
     """Compare the recipe's mode with dense padded attention, step by step; exit status 1 when they differ."""
     loaded = load_recipe(recipe, overrides or [])
+    from ms_varlen.checkpoint.run_dir import make_output_dir
     from ms_varlen.diagnose.align import align
     from ms_varlen.diagnose.alignment import save_alignment
     from ms_varlen.diagnose.report import write_align_report
 
+    make_output_dir(loaded.checkpoint.output_dir)
     with _progress() as bars:
         store, bar = _store_bar(bars), bars.add_task("aligning", total=steps)
         result = align(

@@ -1,5 +1,7 @@
+import numpy as np
 import pytest
 
+from ms_varlen.diagnose.align import compare, gradient_difference
 from ms_varlen.diagnose.alignment import ALIGN_FILE, alignment_warning, recipe_hash, save_alignment
 from ms_varlen.train.recipe import parse_recipe
 
@@ -62,3 +64,14 @@ def test_recipe_without_alignment_is_warned_of(tmp_path):
 def test_hash_follows_what_decides_numbers_only(tmp_path):
     assert recipe_hash(recipe(tmp_path)) == recipe_hash(recipe(tmp_path / "elsewhere"))
     assert recipe_hash(recipe(tmp_path)) != recipe_hash(recipe(tmp_path, shapes={"kind": "static"}))
+
+
+def test_gradients_that_are_equal_differ_by_nothing_and_others_by_infinity_where_nothing_scales_them():
+    zeros, ones, bad = (
+        {"a": np.full(3, value, np.float32), "b": np.full(2, value, np.float32)} for value in (0.0, 1.0, np.nan)
+    )
+    assert gradient_difference(zeros, zeros)[0] == 0.0
+    assert gradient_difference(ones, zeros)[0] == np.inf
+    assert gradient_difference(bad, ones) == gradient_difference(ones, bad) == (np.inf, "a")
+    result = compare([(1.0, 1.0), (np.nan, 1.0)], [(0.0, "a"), (np.inf, "b")], 2e-5, 1e-5, 1e-3)
+    assert (result["passed"], result["first_failed_step"], result["gradient_worst_parameter"]) == (False, 2, "b")

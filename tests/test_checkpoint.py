@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from ms_varlen.checkpoint import store
+from ms_varlen.checkpoint import run_dir, store
 from ms_varlen.checkpoint.config import CheckpointConfig
 from ms_varlen.checkpoint.run_dir import changed_keys, cut_metrics, open_run, run_folders
 from ms_varlen.checkpoint.store import (
@@ -433,9 +433,9 @@ def test_corrupt_newest_is_an_error_that_names_the_older_one(tmp_path):
         assert_loads_bit_equal(run.folder / "step_00000010", 10)
 
 
-def test_corrupt_only_one_says_that_there_is_no_older_one(tmp_path):
+def test_corrupt_only_one_says_to_begin_anew(tmp_path):
     (trained(tmp_path, (10,)) / "step_00000010" / "state.json").unlink()
-    with pytest.raises(CheckpointError, match=r"state.json is missing; there is no older one, or .*resume=never"):
+    with pytest.raises(CheckpointError, match=r"state.json is missing; begin anew with checkpoint.resume=never"):
         open_run(config(tmp_path), "varlen", RECIPE)
 
 
@@ -577,3 +577,20 @@ def test_config_reads_what_a_recipe_says():
 def test_config_refuses_what_cannot_be(section):
     with pytest.raises(ValidationError, match=r"output_dir|keep|evry"):
         CheckpointConfig(**section)
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense: [", b"\xff\xfe\x00"])
+def test_damaged_recipe_beside_the_checkpoints_is_named(tmp_path, content):
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(content)
+    with pytest.raises(
+        CheckpointError, match=r"recipe.yaml must hold the run's recipe, found .* checkpoint.resume=never"
+    ):
+        run_dir._check_recipe(path, {})
+
+
+def test_output_dir_that_cannot_be_made_is_named():
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint.output_dir must be a folder that can be made, got /proc/nope"
+    ):
+        run_dir.make_output_dir(Path("/proc/nope"))

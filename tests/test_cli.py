@@ -181,9 +181,11 @@ def test_steps_that_cannot_be_applied_change_nothing_and_training_goes_on(tiny, 
 
 @pytest.mark.graph
 def test_run_without_one_good_step_ends_with_its_report(tiny, tmp_path):
-    done = succeeded(tiny.train(tmp_path, "train.steps=3", "--json", faults=[{"kind": "nan_weight"}]))
+    done = tiny.train(tmp_path, "train.steps=3", "--json", faults=[{"kind": "nan_weight"}])
+    assert done.returncode == 1
     summary = strict_json(done.stdout)
     assert (summary["loss"], summary["eval_loss"], summary["skipped"]) == (None, None, True)
+    assert summary["skipped_steps"] == 3
     assert summary["ledger"]["tokens"]["trained"] == 0
     assert losses(tmp_path / "varlen") == [None] * 3
     assert "every step was skipped" in (tmp_path / "varlen" / "report.html").read_text()
@@ -194,7 +196,7 @@ def test_folder_that_cannot_be_made_is_an_error_without_traceback(tiny, tmp_path
     (tmp_path / "file").touch()
     done = tiny.train(tmp_path / "file" / "below")
     assert (done.returncode, done.stdout) == (1, "")
-    assert f"error: [Errno 20] Not a directory: '{tmp_path}/file/below'" in done.stderr
+    assert f"error: checkpoint.output_dir must be a folder that can be made, got {tmp_path}/file/below" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -441,3 +441,15 @@ def test_the_schema_describes_every_key_and_allows_no_other():
         assert len(properties) == keys
         assert all(value["description"] for value in properties.values())
     assert schema["$defs"]["TrainConfig"]["properties"]["beta1"]["exclusiveMaximum"] == 1
+
+
+def test_a_recipe_nested_thousands_deep_is_one_fault(tmp_path):
+    with pytest.raises(RecipeError, match="must not be nested hundreds of levels deep"):
+        load_recipe(written(tmp_path, "x: " + "[" * 5000))
+    assert faults_of("train.seed=" + "[" * 3000) == [
+        "train.seed: must not be nested hundreds of levels deep; mend the value"
+    ]
+
+
+def test_a_path_with_a_nul_is_refused():
+    assert faults_of('checkpoint.output_dir="a\\0b"')[0].startswith("checkpoint.output_dir: must be a path, got ")

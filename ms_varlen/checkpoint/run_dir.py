@@ -125,7 +125,10 @@ def open_run(
     with _opening(config.output_dir):
         runs = run_folders(config.output_dir, mode)
         if isinstance(config.resume, Path):
-            manifest = read_manifest(config.resume)
+            try:
+                manifest = read_manifest(config.resume)
+            except CorruptCheckpointError as error:
+                raise _with_way_out(config.resume, error) from error
             check_mode(config.resume, manifest, mode)
             home = config.resume.resolve().parent
             if home in [folder.resolve() for folder in runs] and list_checkpoints(home)[-1].name == config.resume.name:
@@ -186,10 +189,25 @@ def _lines_up_to(path: Path, step: int) -> Iterator[bytes]:
                 yield line if line.endswith(b"\n") else line + b"\n"
 
 
+def make_output_dir(output_dir: Path) -> None:
+    """Make the folder that runs and pages are written to.
+
+    Raises:
+        CheckpointError: it cannot be made or written.
+    """
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint.output_dir must be a folder that can be made, got {output_dir} ({error.strerror}); "
+            "choose another"
+        ) from error
+
+
 @contextlib.contextmanager
 def _opening(output_dir: Path) -> Iterator[None]:
     """Only one process at a time chooses and makes run folders; held for the time of `open_run`."""
-    output_dir.mkdir(parents=True, exist_ok=True)
+    make_output_dir(output_dir)
     with (output_dir / LOCK_FILE).open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         remove_leftovers(output_dir)
@@ -280,11 +298,13 @@ def _load(path: Path, mode: str, recipe: dict[str, Any], expected_shapes: Shapes
     try:
         return load_checkpoint(path, mode, expected_shapes)
     except CorruptCheckpointError as error:
-        older = [other for other in list_checkpoints(path.parent) if step_of(other) < step_of(path)]
-        advice = (
-            f"go on from the one before it with checkpoint.resume={older[-1]}" if older else "there is no older one"
-        )
-        raise CorruptCheckpointError(f"{error}; {advice}, or begin anew with checkpoint.resume=never") from error
+        raise _with_way_out(path, error) from error
+
+
+def _with_way_out(path: Path, error: CorruptCheckpointError) -> CorruptCheckpointError:
+    older = [other for other in list_checkpoints(path.parent) if step_of(other) < step_of(path)]
+    before = f"go on from the one before it with checkpoint.resume={older[-1]}, or " if older else ""
+    return CorruptCheckpointError(f"{error}; {before}begin anew with checkpoint.resume=never")
 
 
 def _check_recipe(path: Path, recipe: dict[str, Any]) -> None:
@@ -293,7 +313,16 @@ def _check_recipe(path: Path, recipe: dict[str, Any]) -> None:
             f"{path} must be beside the checkpoints, found none: nothing tells whether the recipe changed; "
             "bring the whole run folder along, or begin anew with checkpoint.resume=never"
         )
-    changed = changed_keys(yaml.safe_load(path.read_text(encoding="utf-8")), recipe)
+    try:
+        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        saved = str(error).splitlines()[0]
+    if not isinstance(saved, dict):
+        raise CheckpointError(
+            f"{path} must hold the run's recipe, found {saved!r}: nothing tells whether the recipe changed; bring the "
+            "file back, or begin anew with checkpoint.resume=never"
+        )
+    changed = changed_keys(saved, recipe)
     if changed:
         raise CheckpointError(
             f"the recipe must be that of {path} to go on, but {'; '.join(changed)}; "

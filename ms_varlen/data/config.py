@@ -115,8 +115,15 @@ def missing_files(config: DataConfig) -> list[tuple[str, str]]:
             f"must be an existing file, got {value}; correct the path or use '{builtin[field]}', which needs no file",
         )
         for field, value in (("source", config.source), ("tokenizer", config.tokenizer))
-        if value != builtin[field] and not is_lognormal(value) and not Path(value).expanduser().is_file()
+        if value != builtin[field] and not is_lognormal(value) and not _is_file(value)
     ]
+
+
+def _is_file(value: str) -> bool:
+    try:
+        return Path(value).expanduser().is_file()
+    except OSError:  # a name that is too long, say
+        return False
 
 
 def store_root(config: DataConfig) -> Path:

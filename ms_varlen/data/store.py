@@ -229,7 +229,9 @@ def prepare_store(config: DataConfig, seq_length: int, progress: Progress | None
     }
     folder = store_root(config) / canonical_hash(identity)
     if folder.exists():
-        return TokenStore.open(folder)
+        store = TokenStore.open(folder)
+        store.verify()  # as long as the fingerprint of the source takes; a changed token would train unnoticed
+        return store
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder, wait=True):

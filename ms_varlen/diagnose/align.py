@@ -118,7 +118,7 @@ def compare(
     relative = np.array([difference for difference, _ in gradients])
     limits = np.array([gradient_limit] + [later_gradient_limit] * (len(gradients) - 1))
     failed = np.flatnonzero(~((differences <= loss_limit) & (relative <= limits)))
-    worst = int(np.argmax(np.where(np.isnan(relative), np.inf, relative / limits)))
+    worst = int(np.argmax(relative / limits))
     return {
         "loss": loss.tolist(),
         "loss_padded": loss_padded.tolist(),
@@ -144,11 +144,18 @@ def gradient_difference(found: dict[str, np.ndarray], expected: dict[str, np.nda
     norms = {name: float(np.linalg.norm(gradient)) for name, gradient in expected.items()}
     floor = 1e-3 * float(np.linalg.norm(list(norms.values())))
     differences = {
-        name: float(np.linalg.norm(found[name] - gradient)) / max(norms[name], floor)
+        name: _relative(float(np.linalg.norm(found[name] - gradient)), max(norms[name], floor))
         for name, gradient in expected.items()
     }
-    worst = max(differences, key=lambda name: np.inf if np.isnan(differences[name]) else differences[name])
+    worst = max(differences, key=differences.__getitem__)
     return differences[worst], worst
+
+
+def _relative(difference: float, scale: float) -> float:
+    """0 for equal gradients, of zeros too; infinity for what cannot be compared."""
+    if difference == 0:
+        return 0.0
+    return difference / scale if np.isfinite(difference) and 0 < scale < np.inf else np.inf
 
 
 @dataclasses.dataclass

@@ -246,7 +246,8 @@ class EpochPlans:
         if values["fingerprint"] != self.fingerprint:
             raise CheckpointError(
                 f"plan.fingerprint must be {self.fingerprint} (this corpus and these batch settings), the checkpoint "
-                f"has {values['fingerprint']}; resume with the corpus and batch settings it was written with"
+                f"has {values['fingerprint']}; go on with the corpus and batch settings it was "
+                "written with, or begin anew with checkpoint.resume=never"
             )
         if values["trained_before"] is not None:
             self._begin_remainder(

@@ -88,7 +88,7 @@ class TrainingLoop:
                 self._on_step(metrics)
                 if self._due(self._recipe.checkpoint.every):
                     self._save()
-        return {**metrics, "ledger": self.ledger()}
+        return {**metrics, "skipped_steps": self._skipped.steps, "ledger": self.ledger()}
 
     def _due(self, every: int | None) -> bool:
         return self._step == self._recipe.train.steps or (every is not None and self._step % every == 0)

@@ -304,6 +304,9 @@ def _resume_exists(resume: str) -> Iterator[Fault]:
 
 
 def _output_is_no_file(output_dir: str) -> Iterator[Fault]:
+    if "\0" in output_dir:
+        yield Fault("checkpoint.output_dir", f"must be a path, got {shown(output_dir)}; no path holds a NUL")
+        return
     if Path(output_dir).expanduser().is_file():
         yield Fault(
             "checkpoint.output_dir", f"must be a folder or not exist, got the file {output_dir}; choose another"
