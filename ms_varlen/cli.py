@@ -24,6 +24,7 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from ms_varlen.checkpoint.run_dir import dotted, make_output_dir
 from ms_varlen.errors import VarlenError
 from ms_varlen.train.recipe import load_recipe, recipe_schema
 
@@ -202,7 +203,6 @@ def align_command(
 ) -> None:
     """Compare the recipe's mode with dense padded attention, step by step; exit status 1 when they differ."""
     loaded = load_recipe(recipe, overrides or [])
-    from ms_varlen.checkpoint.run_dir import make_output_dir
     from ms_varlen.diagnose.align import align
     from ms_varlen.diagnose.alignment import save_alignment
     from ms_varlen.diagnose.report import write_align_report
@@ -330,17 +330,9 @@ def _print_table(title: str, rows: dict[str, Any]) -> None:
     table = Table(title=title, title_justify="left", show_header=False, title_style="bold")
     table.add_column()
     table.add_column(overflow="fold")
-    for key, value in _flat(rows):
+    for key, value in dotted(rows):
         table.add_row(key, f"{value:.6g}" if isinstance(value, float) else str(value))
     Console().print(table)
-
-
-def _flat(rows: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in rows.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _print_columns(

@@ -1,11 +1,11 @@
 import json
 import math
 import re
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 import yaml
+from page import Page
 
 from ms_varlen import CheckpointError
 from ms_varlen.diagnose.figures import running_mean
@@ -94,23 +94,6 @@ def page_of(folder, metrics, run_plan=None, tail=""):
         "report.html",
     ]
     return path.read_text()
-
-
-class Page(HTMLParser):
-    """Text, numbers on top and what a page refers to."""
-
-    def __init__(self, html):
-        super().__init__()
-        self.references, self.words = [], []
-        self.feed(html)
-        self.text = " ".join(" ".join(self.words).split())
-
-    def handle_starttag(self, tag, attributes):
-        self.references += [value for name, value in attributes if name in ("src", "href", "srcset", "data")]
-        assert tag not in ("script", "link", "iframe")
-
-    def handle_data(self, data):
-        self.words.append(data)
 
 
 def run_lines(steps=200, skipped=()):

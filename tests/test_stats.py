@@ -3,10 +3,10 @@ import os
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from page import Page
 
 from ms_varlen import DataError, RecipeError
 from ms_varlen.data.config import DataConfig
@@ -212,23 +212,6 @@ def test_a_calibration_decides_and_is_named(corpus, tmp_path):
     advice = next(advice for advice in plan["advice"] if advice["key"] == "speed-up over padding")
     assert {"over_padded_to_seq_length_by_flops", "over_padded_to_seq_length_by_seconds"} <= advice["numbers"].keys()
     assert "decided by calibration.json (some CPU, 2 cores, Linux; fit within 5%)" in advice["why"]
-
-
-class Page(HTMLParser):
-    """Text of a page, and what it refers to."""
-
-    def __init__(self, html):
-        super().__init__()
-        self.references, self.words = [], []
-        self.feed(html)
-        self.text = " ".join(" ".join(self.words).split())
-
-    def handle_starttag(self, tag, attributes):
-        self.references += [value for name, value in attributes if name in ("src", "href", "srcset", "data")]
-        assert tag not in ("script", "link", "iframe")
-
-    def handle_data(self, data):
-        self.words.append(data)
 
 
 def test_the_page_of_stats(corpus, tmp_path):

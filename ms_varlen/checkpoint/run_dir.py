@@ -152,7 +152,7 @@ def cut_metrics(path: Path, step: int) -> None:
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Dotted keys outside `MAY_CHANGE` that differ between two recipes, each as "key: was 1, is 2"."""
-    before, after = dict(_flat(old)), dict(_flat(new))
+    before, after = dict(dotted(old)), dict(dotted(new))
 
     def say(values: dict[str, Any], key: str) -> str:
         return json.dumps(values[key]) if key in values else "not set"
@@ -164,10 +164,11 @@ def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def dotted(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested values one by one, each under its dotted path."""
     for key, entry in value.items():
         if isinstance(entry, Mapping) and entry:
-            yield from _flat(entry, f"{prefix}{key}.")
+            yield from dotted(entry, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", entry
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ms_varlen.checkpoint.run_dir import MAY_CHANGE
+from ms_varlen.checkpoint.run_dir import MAY_CHANGE, dotted
 from ms_varlen.checkpoint.store import write_atomically
 from ms_varlen.train.recipe import Recipe
 
@@ -15,8 +15,7 @@ ALIGN_FILE = "align.json"
 
 def recipe_hash(recipe: Recipe) -> str:
     """SHA-256 of all keys of a recipe that decide its numbers; folders, saving and the number of steps do not."""
-    values = _flat(recipe.resolved())
-    deciding = {key: value for key, value in values.items() if key not in MAY_CHANGE}
+    deciding = {key: value for key, value in dotted(recipe.resolved()) if key not in MAY_CHANGE}
     return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()
 
 
@@ -50,11 +49,3 @@ def alignment_warning(recipe: Recipe, versions: Mapping[str, str]) -> str | None
     if changed:
         return f"this recipe passed align with another {', '.join(changed)} ({path}); {advice}"
     return None
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested values by dotted path."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat

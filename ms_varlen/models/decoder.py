@@ -28,6 +28,8 @@ def _parameter(*shape: int) -> Parameter:
 
 
 class RMSNorm(nn.Cell):
+    """RMS normalisation of the last axis, [..., size], with a weight."""
+
     def __init__(self, size: int, eps: float):
         super().__init__()
         self.weight = _parameter(size)
@@ -52,6 +54,8 @@ class Linear(nn.Cell):
 
 
 class Embedding(nn.Cell):
+    """Rows of a table: ids [T] int32 -> [T, H]."""
+
     def __init__(self, size: int, hidden_size: int):
         super().__init__()
         self.weight = _parameter(size, hidden_size)
@@ -61,6 +65,8 @@ class Embedding(nn.Cell):
 
 
 class SelfAttention(nn.Cell):
+    """Projections, rotary positions and `attend`: [T, H] -> [T, H]."""
+
     def __init__(self, config: DecoderConfig, attend: Attend):
         super().__init__()
         hidden, head_dim, bias = config.hidden_size, config.head_dim, config.attention_bias
@@ -88,6 +94,8 @@ class SelfAttention(nn.Cell):
 
 
 class MLP(nn.Cell):
+    """The gated feed-forward block: [T, H] -> [T, H]."""
+
     def __init__(self, config: DecoderConfig):
         super().__init__()
         self.gate_proj = Linear(config.hidden_size, config.intermediate_size, config.mlp_bias)
@@ -99,6 +107,8 @@ class MLP(nn.Cell):
 
 
 class DecoderLayer(nn.Cell):
+    """Attention and feed-forward block, each after a norm and beside a residual path: [T, H] -> [T, H]."""
+
     def __init__(self, config: DecoderConfig, attend: Attend):
         super().__init__()
         self.self_attn = SelfAttention(config, attend)
