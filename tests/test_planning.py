@@ -148,7 +148,7 @@ def test_changes_within_an_epoch_lose_and_repeat_nothing(lengths, changes, data)
 
 @settings(max_examples=60)
 @given(
-    st.lists(st.integers(1, 8), min_size=12, max_size=60),
+    st.lists(st.integers(1, 8), min_size=30, max_size=60),  # at least 6 micro-batches: 5 samples each at most
     st.integers(1, 3),
     st.integers(1, 2),
     st.sampled_from(["token_budget", "rows", "packed", "bucketed"]),
