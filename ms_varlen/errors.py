@@ -6,7 +6,16 @@ A message says, in this order: the name, the rule, the value found, where, and t
 
 
 class VarlenError(ValueError):
-    """Base of every error that this package raises for something its caller can mend."""
+    """Base of every error that this package raises for something its caller can mend.
+
+    Args:
+        message: see above.
+        code: of the fault's entry in the catalogue (`ms_varlen.catalogue`), where it has one.
+    """
+
+    def __init__(self, message: str, code: str | None = None):
+        super().__init__(message)
+        self.code = code
 
 
 class RecipeError(VarlenError):
@@ -17,10 +26,10 @@ class RecipeError(VarlenError):
         where: the recipe file or a word for where it came from.
     """
 
-    def __init__(self, faults: list[str], where: str = "recipe"):
+    def __init__(self, faults: list[str], where: str = "recipe", code: str | None = "RECIPE"):
         self.faults = list(faults)
         count = "1 fault" if len(self.faults) == 1 else f"{len(self.faults)} faults"
-        super().__init__("\n".join([f"{where}: {count}", *(f"  {fault}" for fault in self.faults)]))
+        super().__init__("\n".join([f"{where}: {count}", *(f"  {fault}" for fault in self.faults)]), code)
 
 
 class LengthsError(VarlenError):
@@ -37,3 +46,7 @@ class DataError(VarlenError):
 
 class CheckpointError(VarlenError):
     """A checkpoint that cannot be read, or that belongs to another run."""
+
+
+class RanksError(VarlenError):
+    """Ranks of one run that do not agree, or of which one is gone."""

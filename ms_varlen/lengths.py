@@ -43,9 +43,14 @@ def check_lengths(seq_lens: Sequence[int] | np.ndarray, maximum: int, name: str 
     """
     lengths = np.asarray(seq_lens)
     if lengths.ndim != 1 or lengths.size == 0:
-        raise LengthsError(f"{name} must have one axis and at least one entry, got shape {lengths.shape}")
+        raise LengthsError(
+            f"{name} must have one axis and at least one entry, got shape {lengths.shape}; give one length per sequence",
+            "LEN-SHAPE",
+        )
     if lengths.dtype.kind not in "iu":
-        raise LengthsError(f"{name} must be integers (int32), got {lengths.dtype}; convert where the lengths are made")
+        raise LengthsError(
+            f"{name} must be integers (int32), got {lengths.dtype}; convert where the lengths are made", "LEN-DTYPE"
+        )
     if isinstance(seq_lens, np.ndarray) and lengths.dtype != np.int32:
         _say_converted(name, str(lengths.dtype))
     bad = np.flatnonzero((lengths < 1) | (lengths > maximum))
@@ -54,11 +59,13 @@ def check_lengths(seq_lens: Sequence[int] | np.ndarray, maximum: int, name: str 
         if value < 1:
             raise LengthsError(
                 f"{name}[{i}] must be >= 1, got {value} ({bad.size} of {lengths.size} out of range); "
-                "remove empty sequences before batching (data.min_tokens does)"
+                "remove empty sequences before batching (data.min_tokens does)",
+                "LEN-ZERO",
             )
         raise LengthsError(
             f"{name}[{i}] must be <= {maximum} (seq_length), got {value} ({bad.size} of {lengths.size} out of range); "
-            "raise model.seq_length or choose a data.overlong policy"
+            "raise model.seq_length or choose a data.overlong policy",
+            "LEN-LONG",
         )
     lengths = lengths.astype(np.int32)
     lengths.flags.writeable = False
@@ -78,7 +85,11 @@ def check_ends(ends: np.ndarray, tokens: int, longest: int | None = None) -> Non
     """
     ends = np.asarray(ends)
     if ends.ndim != 1 or ends.size == 0 or ends.dtype.kind not in "iu":
-        raise LengthsError(f"actual_seq_qlen must be integers on one axis, got {ends.dtype} of shape {ends.shape}")
+        raise LengthsError(
+            f"actual_seq_qlen must be integers on one axis, got {ends.dtype} of shape {ends.shape}; "
+            "give the running ends as int32",
+            "LEN-DTYPE",
+        )
     segments = np.diff(ends.astype(np.int64), prepend=0)
     bad = np.flatnonzero((segments < 1) | (segments > (tokens if longest is None else longest)))
     if bad.size:
@@ -87,16 +98,19 @@ def check_ends(ends: np.ndarray, tokens: int, longest: int | None = None) -> Non
         if segments[i] < 1:
             raise LengthsError(
                 f"actual_seq_qlen[{i}] must be above the end before it ({before}), got {int(ends[i])}; "
-                "it takes running ends without a leading 0, not plain lengths"
+                "it takes running ends without a leading 0, not plain lengths",
+                "LEN-PLAIN",
             )
         raise LengthsError(
             f"actual_seq_qlen[{i}] must end a segment of at most {longest or tokens} tokens, got {int(segments[i])}; "
-            "split the segment, a padded tail too"
+            "split the segment, a padded tail too",
+            "LEN-LONG",
         )
     if ends[-1] != tokens:
         raise LengthsError(
             f"actual_seq_qlen[-1] must equal the number of tokens ({tokens}), got {int(ends[-1])}; "
-            "give a padded tail a segment of its own"
+            "give a padded tail a segment of its own",
+            "LEN-TAIL",
         )
 
 
@@ -146,7 +160,7 @@ class SeqLens:
         real = int(lengths.sum(dtype=np.int64))
         total = real if tokens is None else int(tokens)
         if total < real:
-            raise LengthsError(f"tokens must be >= the sum of seq_lens ({real}), got {total}")
+            raise LengthsError(f"tokens must be >= the sum of seq_lens ({real}), got {total}; raise it", "LEN-WRONG")
         starts = np.cumsum(lengths, dtype=np.int64) - lengths
         return cls(lengths, starts, np.concatenate([lengths, _tail(total - real, seq_length)]), seq_length)
 
@@ -167,10 +181,14 @@ class SeqLens:
         """
         lengths = check_lengths(seq_lens, row_length)
         if lengths.size > rows:
-            raise LengthsError(f"rows must be >= the number of sequences ({lengths.size}), got {rows}")
+            raise LengthsError(
+                f"rows must be >= the number of sequences ({lengths.size}), got {rows}; raise it", "LEN-SHAPE"
+            )
         total = rows * row_length if tokens is None else int(tokens)
         if total < rows * row_length:
-            raise LengthsError(f"tokens must be >= rows x row_length ({rows * row_length}), got {total}")
+            raise LengthsError(
+                f"tokens must be >= rows x row_length ({rows * row_length}), got {total}; raise it", "LEN-SHAPE"
+            )
         segments = np.full(rows, row_length, np.int32)
         if split_tails:
             parts = np.zeros((rows, 2), np.int32)
@@ -186,12 +204,19 @@ class SeqLens:
         positions = np.asarray(position_ids)
         starts = np.flatnonzero(positions == 0)
         if starts.size == 0 or starts[0] != 0:
-            raise LengthsError("position_ids[0] must be 0, where the first sequence starts")
+            raise LengthsError(
+                "position_ids[0] must be 0, where the first sequence starts; restart them with each sequence",
+                "POS-RESET",
+            )
         result = cls.packed(np.diff(np.append(starts, positions.size)).astype(np.int32), seq_length)
         wrong = np.flatnonzero(result.position_ids != positions)
         if wrong.size:
             i = int(wrong[0])
-            raise LengthsError(f"position_ids[{i}] must go on from the one before or restart at 0, got {positions[i]}")
+            raise LengthsError(
+                f"position_ids[{i}] must go on from the one before or restart at 0, got {positions[i]}; "
+                "restart them with each sequence",
+                "POS-RESET",
+            )
         return result
 
     @property

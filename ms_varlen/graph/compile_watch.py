@@ -33,7 +33,8 @@ def check_graphs(expected: Mapping[str, int], max_graphs: int) -> None:
         roles = ", ".join(f"{role} {count}" for role, count in expected.items())
         raise ShapesError(
             f"the predicted number of graphs must be <= graph.max_graphs ({max_graphs}), got {predicted} "
-            f"({roles}); declare fewer sizes under shapes or raise graph.max_graphs"
+            f"({roles}); declare fewer sizes under shapes or raise graph.max_graphs",
+            "SHAPE-RECOMPILE",
         )
 
 
@@ -87,7 +88,8 @@ class CompileWatch:
             raise ShapesError(
                 f"the number of compiled graphs must be <= graph.max_graphs ({self.max_graphs}), got {compiled} "
                 f"({roles}; {self.predicted} were predicted), the last for {shape}; use shapes.kind=range, one graph "
-                "for all sizes, or a larger shapes.divisor; raise graph.max_graphs if each of these sizes is meant"
+                "for all sizes, or a larger shapes.divisor; raise graph.max_graphs if each of these sizes is meant",
+                "SHAPE-RECOMPILE",
             )
 
     def _report(self, role: str, number: int, shape: str) -> None:

@@ -47,7 +47,9 @@ class TokenShapes:
         object.__setattr__(self, "max", round_up(largest, self.divisor))
         object.__setattr__(self, "min", self.max if self.kind == "static" else round_up(smallest, self.divisor))
         if self.min > self.max:
-            raise ShapesError(f"shapes.min must be <= shapes.max ({self.max}), got {self.min}; lower shapes.min")
+            raise ShapesError(
+                f"shapes.min must be <= shapes.max ({self.max}), got {self.min}; lower shapes.min", "SHAPE-RANGE"
+            )
 
     @classmethod
     def from_config(
@@ -69,7 +71,8 @@ class TokenShapes:
         if shapes.max < tokens:
             raise ShapesError(
                 f"the largest size must be >= {tokens}, the tokens of a full micro-batch, got {shapes.max}; raise it "
-                "under shapes, or lower batch.token_budget (padded: batch.rows)"
+                "under shapes, or lower batch.token_budget (padded: batch.rows)",
+                "SHAPE-RANGE",
             )
         return shapes
 
@@ -92,7 +95,8 @@ class TokenShapes:
         if tokens > self.max:
             raise ShapesError(
                 f"T must be <= {self.max}, the largest size declared (shapes.max), got {tokens}; raise shapes.max or "
-                "lower batch.token_budget"
+                "lower batch.token_budget",
+                "SHAPE-RANGE",
             )
         if self.kind == "buckets":
             return self.buckets[bisect.bisect_left(self.buckets, tokens)]

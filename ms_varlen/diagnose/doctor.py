@@ -1,0 +1,263 @@
+"""The doctor: environment, recipe, data, shapes, plan, checkpoints, one probe step and the limits of an NPU, in order.
+
+What fails stops what stands on it: without a recipe no data is read, without a plan nothing is compiled. Each finding
+that is not green has a code of the catalogue.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from ms_varlen.checkpoint.run_dir import RECIPE_FILE, changed_keys, run_folders
+from ms_varlen.checkpoint.store import list_checkpoints, read_manifest
+from ms_varlen.data.dataset import MicroBatches
+from ms_varlen.data.store import Progress
+from ms_varlen.diagnose.doctor_environment import environment_checks
+from ms_varlen.diagnose.findings import GREEN, RED, YELLOW, Check, worst
+from ms_varlen.diagnose.lint import lint_batch
+from ms_varlen.errors import VarlenError
+from ms_varlen.train.recipe import Recipe, load_recipe
+from ms_varlen.train.workload import Workload, describe_plan, prepare
+
+SAMPLED_MICRO_BATCHES = 64
+LONG_TAIL = 4.0
+"""A longest document of more than this many P99 is an extreme tail."""
+MUCH_DIRT = 0.02
+"""More than this share of removed documents is worth a look."""
+COARSE = 0.15
+"""More than this share of computed tokens that are padding means sizes are aligned too coarsely."""
+UNEVEN = 0.05
+FEW_TIMES = 2.0
+"""The rule of the field: where P99 is below this many medians, padding may be as good."""
+
+
+def examine(
+    path: Path,
+    overrides: Iterable[str] = (),
+    full: bool = False,
+    for_ascend: bool = False,
+    probe: bool = True,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Look at everything that a run of a recipe depends on.
+
+    Args:
+        path: the recipe.
+        overrides: ``section.key=value``.
+        full: look at every micro-batch of the first epoch instead of a sample of them.
+        for_ascend: check the limits of the NPU's attention operator, wherever this runs.
+        probe: compile the graphs and run one step.
+        progress: told how far the token store is, where one is built.
+    Returns:
+        `checks` (rows of area, level, text, code), `worst` and `codes`.
+    """
+    checks = list(_all_checks(path, overrides, full, for_ascend, probe, progress))
+    return {
+        "recipe": str(path),
+        "checks": [check.to_dict() for check in checks],
+        "worst": worst(checks),
+        "codes": sorted({check.code for check in checks if check.code is not None}),
+    }
+
+
+def _all_checks(
+    path: Path, overrides: Iterable[str], full: bool, for_ascend: bool, probe: bool, progress: Progress | None
+) -> Iterator[Check]:
+    yield from environment_checks(for_ascend)
+    try:
+        recipe = load_recipe(path, overrides)
+    except VarlenError as error:
+        yield from _refused("recipe", error)
+        return
+    yield Check("recipe", GREEN, f"mode {recipe.mode}, shapes.kind {recipe.shapes.kind}, {recipe.train.steps} steps")
+    for_ascend = for_ascend or recipe.device.target == "Ascend"
+    if for_ascend:
+        yield from ascend_checks(recipe)
+    try:
+        workload = prepare(recipe, progress)
+    except VarlenError as error:
+        yield from _refused("data and plan", error)
+        return
+    yield from data_checks(workload)
+    yield from batch_checks(workload, None if full else SAMPLED_MICRO_BATCHES)
+    yield from plan_checks(workload)
+    yield from checkpoint_checks(recipe)
+    if probe:
+        from ms_varlen.diagnose.doctor_probe import probe_checks
+
+        yield from probe_checks(workload)
+
+
+def _refused(area: str, error: VarlenError) -> Iterator[Check]:
+    """A check for each fault that an error lists."""
+    for fault in getattr(error, "faults", [str(error)]):
+        yield Check(area, RED, fault, error.code or {"DataError": "DATA-SOURCE"}.get(type(error).__name__, "RECIPE"))
+
+
+def data_checks(workload: Workload) -> Iterator[Check]:
+    """The corpus: how it is cut, what was removed, how long its longest document is."""
+    store = workload.store
+    lengths = np.asarray(store.train.lengths)
+    cleaning = store.ledgers["train"] + store.ledgers["eval"]
+    yield Check("data", GREEN, f"{len(store.train):,} training samples, {store.train.total_tokens:,} tokens")
+    dropped = cleaning.documents_dropped
+    if dropped > MUCH_DIRT * max(cleaning.documents_in, 1):
+        yield Check(
+            "data",
+            YELLOW,
+            f"documents removed in cleaning must be few (up to {MUCH_DIRT:.0%}), got {dropped:,} of "
+            f"{cleaning.documents_in:,}; see them with `ms-varlen data`",
+            "DATA-DIRTY",
+        )
+    p99 = float(np.percentile(lengths, 99))
+    if lengths.max() > LONG_TAIL * p99:
+        yield Check(
+            "data",
+            YELLOW,
+            f"the longest sample must be near P99 ({p99:.0f} tokens), got {int(lengths.max())} (sample "
+            f"{int(lengths.argmax())}); set model.seq_length near P99",
+            "DATA-TAIL",
+        )
+    if cleaning.tokens_cut > 0.2 * max(cleaning.tokens_in, 1):
+        yield Check(
+            "data",
+            YELLOW,
+            f"tokens cut off must be few (up to 20%), got {cleaning.tokens_cut:,} of {cleaning.tokens_in:,}; raise "
+            "model.seq_length or set data.overlong=split",
+            "DATA-TAIL",
+        )
+
+
+def batch_checks(workload: Workload, limit: int | None) -> Iterator[Check]:
+    """Micro-batches as training gets them: against the store, and linted.
+
+    Args:
+        limit: how many, from the start of epoch 0; None means all.
+    """
+    batches = MicroBatches(workload.store.train, workload.layout, workload.store.pad_id, lambda lens: {})
+    plan = workload.plans.epoch(0)
+    count = plan.num_steps * workload.recipe.batch.micro_batches
+    looked_at = count if limit is None else min(limit, count)
+    for index in range(looked_at):
+        ids = plan.micro_batch(*divmod(index, workload.recipe.batch.micro_batches))
+        try:
+            columns = batches.columns(ids)
+        except VarlenError as error:
+            yield Check("batches", RED, f"micro-batch {index} (sample ids {ids[:4].tolist()}...): {error}", error.code)
+            return
+        for finding in lint_batch(columns):
+            yield Check("batches", RED, f"micro-batch {index}: {finding.text}", finding.code)
+            return
+    yield Check("batches", GREEN, f"{looked_at:,} of {count:,} micro-batches hold what their lengths say")
+
+
+def plan_checks(workload: Workload) -> Iterator[Check]:
+    """Sizes, graphs, padding and balance, as `ms-varlen plan` counts them."""
+    plan, recipe = describe_plan(workload), workload.recipe
+    graphs = sum(plan["graphs"].values())
+    yield Check(
+        "shapes", GREEN, f"{workload.shapes.describe()}, {graphs} graphs, largest segment {recipe.model.seq_length}"
+    )
+    yield Check(
+        "plan", GREEN, f"{plan['steps_per_epoch']:,} steps an epoch, pad_ratio {plan['pad_ratio']:.1%}, ledger balanced"
+    )
+    p50, p99 = plan["lengths"]["p50"], plan["lengths"]["p99"]
+    if recipe.mode != "padded" and p99 < FEW_TIMES * p50:
+        yield Check(
+            "plan",
+            YELLOW,
+            f"P99 should be at least {FEW_TIMES:.0f} times the median ({p50:.0f}) for varlen to gain, got {p99:.0f}; "
+            "padded may be as good: compare with `ms-varlen bench`",
+            "PERF-SPREAD",
+        )
+    if recipe.mode != "padded" and plan["pad_ratio"] > COARSE:
+        yield Check(
+            "plan",
+            YELLOW,
+            f"pad_ratio should be at most {COARSE:.0%} in mode {recipe.mode}, got {plan['pad_ratio']:.1%} (divisor "
+            f"{recipe.shapes.divisor}); lower shapes.divisor or add sizes",
+            "PERF-ALIGNMENT",
+        )
+    if plan["imbalance_mean"] > UNEVEN:
+        yield Check(
+            "plan",
+            YELLOW,
+            f"the slowest rank should be at most {UNEVEN:.0%} over the mean, got {plan['imbalance_mean']:.1%}; raise "
+            "batch.token_budget or batch.micro_batches",
+            "PERF-BALANCE",
+        )
+
+
+def checkpoint_checks(recipe: Recipe) -> Iterator[Check]:
+    """What lies in the recipe's output folder, and whether a run would go on from it."""
+    output_dir = recipe.checkpoint.output_dir
+    if isinstance(recipe.checkpoint.resume, Path):
+        yield from _checkpoint_check(recipe.checkpoint.resume, recipe)
+        return
+    runs = run_folders(output_dir, recipe.mode) if recipe.checkpoint.resume == "auto" else []
+    checkpoints = list_checkpoints(runs[-1]) if runs else []
+    if not checkpoints:
+        yield Check("checkpoint", GREEN, f"none of mode {recipe.mode} in {output_dir}; training begins at step 0")
+        return
+    yield from _checkpoint_check(checkpoints[-1], recipe)
+
+
+def _checkpoint_check(path: Path, recipe: Recipe) -> Iterator[Check]:
+    try:
+        manifest = read_manifest(path)
+    except VarlenError as error:
+        yield Check("checkpoint", RED, str(error), error.code or "CKPT-CORRUPT")
+        return
+    if manifest["mode"] != recipe.mode:
+        yield Check(
+            "checkpoint",
+            RED,
+            f"{path} must be of mode {recipe.mode}, got {manifest['mode']}; "
+            f"ckpt-tools convert --to {recipe.mode} {path} DST",
+            "CKPT-MODE",
+        )
+        return
+    saved = path.parent / RECIPE_FILE
+    changed = (
+        changed_keys(yaml.safe_load(saved.read_text(encoding="utf-8")), recipe.resolved())[0] if saved.is_file() else []
+    )
+    if changed:
+        yield Check(
+            "checkpoint",
+            RED,
+            f"the recipe must be that of {saved} to go on, got {'; '.join(changed)}; set back what changed, or "
+            "checkpoint.resume=never",
+            "CKPT-RECIPE",
+        )
+        return
+    yield Check("checkpoint", GREEN, f"training goes on from {path}")
+
+
+def ascend_checks(recipe: Recipe) -> Iterator[Check]:
+    """The documented limits of FlashAttentionScore in TND; see `ops.ascend_attention`."""
+    from ms_varlen.ops.ascend_attention import MAX_SEGMENTS, ascend_faults
+
+    config = recipe.model.config
+    faults = ascend_faults(config.num_attention_heads, config.num_key_value_heads, config.head_dim, "bfloat16")
+    if recipe.batch.max_segments > MAX_SEGMENTS:
+        faults.append(f"batch.max_segments must be <= {MAX_SEGMENTS} (TND), got {recipe.batch.max_segments}; lower it")
+    for fault in faults:
+        yield Check("ascend", RED, f"{fault}, in FlashAttentionScore (TND)", "ASCEND-LIMITS")
+    if not faults:
+        yield Check("ascend", GREEN, "head size, heads and segments are within FlashAttentionScore's documented limits")
+
+
+def exit_status(result: dict[str, Any]) -> int:
+    """1 when something is red."""
+    return int(result["worst"] == RED)
+
+
+def rows(result: dict[str, Any]) -> Sequence[tuple[str, str, str]]:
+    """(level, area, text with its code) of each check, for a table."""
+    return [
+        (check["level"], check["area"], check["text"] + (f" [{check['code']}]" if check["code"] else ""))
+        for check in result["checks"]
+    ]

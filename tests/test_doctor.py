@@ -1,0 +1,168 @@
+"""The doctor names what is wrong, and finds nothing on a healthy recipe."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from ms_varlen.data.layouts import Layout
+from ms_varlen.diagnose.doctor import examine, exit_status
+from ms_varlen.diagnose.doctor_environment import cann_check, package_checks, python_check
+from ms_varlen.diagnose.doctor_performance import causes
+
+RECIPE = """
+mode: varlen
+data: {{source: {corpus}, tokenizer: bytes, eval_fraction: 0.1, store_dir: {folder}/stores}}
+batch: {{token_budget: 256}}
+shapes: {{kind: range, divisor: 16}}
+model:
+  config: {{architecture: llama, hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2}}
+  variable_seq_lengths: true
+  seq_length: 64
+  max_position_embeddings: 64
+train: {{steps: 4, learning_rate: 1e-2}}
+graph: {{mode: pynative}}
+checkpoint: {{output_dir: {folder}/output}}
+"""
+
+
+def write_recipe(folder, lengths):
+    rng = random.Random(0)
+    texts = [f"{number} " + "".join(rng.choices("abcdefgh", k=length)) for number, length in enumerate(lengths)]
+    corpus, recipe = folder / "corpus.jsonl", folder / "recipe.yaml"
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    recipe.write_text(RECIPE.format(corpus=corpus, folder=folder))
+    return recipe
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    rng = random.Random(1)
+    lengths = [min(int(rng.lognormvariate(2.3, 0.8)) + 3, 56) for _ in range(120)]
+    return write_recipe(tmp_path_factory.mktemp("doctor"), lengths)
+
+
+def test_a_healthy_recipe_is_green_to_the_last_probe(recipe):
+    result = examine(recipe)
+    assert (result["worst"], result["codes"], exit_status(result)) == ("green", [], 0)
+    probe = [check["text"].split(":")[0] for check in result["checks"] if check["area"] == "probe"]
+    assert probe == ["compiled 0 of 2 graphs predicted", "forward", "backward", "padding", "apply", "graphs compiled"]
+    assert "padded places have no gradient, to the last bit" in str(result["checks"])
+
+
+def test_a_wrong_recipe_stops_before_the_data(recipe):
+    result = examine(recipe, ["train.steps=0", "model.seq_length=32"])
+    assert (result["worst"], result["codes"], exit_status(result)) == ("red", ["RECIPE"], 1)
+    assert "data" not in {check["area"] for check in result["checks"]}
+    assert "train.steps" in str(result["checks"])
+    assert "max_position_embeddings" in str(result["checks"])
+
+
+def test_the_limits_of_an_npu_are_checked_on_any_machine(recipe):
+    healthy = examine(recipe, ["model.config.hidden_size=32"], for_ascend=True, probe=False)
+    assert "ASCEND-LIMITS" not in healthy["codes"]
+    result = examine(recipe, [], for_ascend=True, probe=False)  # head size 8
+    assert result["codes"] == ["ASCEND-LIMITS"]
+    assert "head_dim must be a multiple of 16 and at most 512, got 8" in str(result["checks"])
+
+
+def test_an_extreme_tail_and_equal_lengths_are_named(tmp_path):
+    equal = write_recipe(tmp_path, [20] * 60)
+    assert examine(equal, probe=False)["codes"] == ["PERF-SPREAD"]
+    tail = write_recipe(tmp_path, [5] * 300 + [600])
+    result = examine(
+        tail, ["model.seq_length=640", "model.max_position_embeddings=640", "batch.token_budget=640"], probe=False
+    )
+    assert "DATA-TAIL" in result["codes"]
+
+
+def test_lengths_in_another_order_than_the_rows_are_found(recipe, monkeypatch):
+    place = Layout.place
+    monkeypatch.setattr(Layout, "place", lambda self, seq_lens: place(self, np.sort(seq_lens)))
+    result = examine(recipe, probe=False)
+    assert (result["worst"], result["codes"]) == ("red", ["LEN-ORDER"])
+    assert "in one order" in str(result["checks"])
+
+
+def test_a_checkpoint_of_another_recipe_is_named(recipe, tmp_path):
+    from ms_varlen.train.recipe import load_recipe
+    from ms_varlen.train.run import train
+
+    train(load_recipe(recipe, [f"checkpoint.output_dir={tmp_path}"]), lambda _: None)
+    same = examine(recipe, [f"checkpoint.output_dir={tmp_path}"], probe=False)
+    assert "training goes on from" in str(same["checks"])
+    changed = examine(recipe, [f"checkpoint.output_dir={tmp_path}", "train.learning_rate=1"], probe=False)
+    assert changed["codes"] == ["CKPT-RECIPE"]
+    (folder,) = (tmp_path / "varlen").glob("step_*")
+    other = ["mode=padded", "model.variable_seq_lengths=false", "batch.token_budget=null", "batch.rows=4"]
+    result = examine(
+        recipe, [*other, "batch.pad_to=max", "shapes.kind=static", f"checkpoint.resume={folder}"], probe=False
+    )
+    assert "CKPT-MODE" in result["codes"]
+    assert "ckpt-tools convert --to padded" in str(result["checks"])
+    (folder / "manifest.json").write_text("{}")
+    assert "CKPT-CORRUPT" in examine(recipe, [f"checkpoint.output_dir={tmp_path}"], probe=False)["codes"]
+
+
+def test_python_and_packages_that_do_not_belong_together():
+    assert [python_check(version).level for version in ((3, 9), (3, 10), (3, 12), (3, 13))] == [
+        "red",
+        "green",
+        "green",
+        "red",
+    ]
+    good = {"mindspore": "2.9.0", "numpy": "1.26.4", "mindformers": "1.9.0"}
+    assert {check.level for check in package_checks(good)} == {"green"}
+    for change, level in (
+        ({"mindspore": None}, "red"),
+        ({"mindspore": "2.10.0"}, "red"),
+        ({"numpy": "2.1.0"}, "red"),
+        ({"mindformers": "1.8.0"}, "yellow"),
+        ({"mindformers": "3.0"}, "yellow"),
+    ):
+        checks = list(package_checks(good | change))
+        assert level in {check.level for check in checks}
+        assert {check.code for check in checks if check.level != "green"} == {"ENV-VERSIONS"}
+
+
+def test_cann_that_is_not_set_up(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert cann_check({}, for_ascend=True).level == "green"  # there is no NPU here
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/npu-smi")
+    assert (cann_check({}, True).level, cann_check({}, False).level) == ("red", "yellow")
+    assert cann_check({"ASCEND_HOME_PATH": "/a"}, True).level == "green"
+
+
+FACTS = {
+    "graphs": 3,
+    "p50": 100.0,
+    "p99": 1000.0,
+    "speedup_over_padded": 4.0,
+    "compile_share": 0.01,
+    "compile_seconds": 3.0,
+    "saved_seconds": 300.0,
+    "alignment_share": 0.02,
+    "data_share": 0.01,
+    "dynamic_share": 0.0,
+    "imbalance_share": 0.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({}, None),
+        ({"graphs": 60, "compile_seconds": 400.0, "compile_share": 0.8}, "PERF-GRAPHS"),
+        ({"p99": 190.0}, "PERF-SPREAD"),
+        ({"alignment_share": 0.49}, "PERF-ALIGNMENT"),
+        ({"data_share": 0.6}, "PERF-DATA"),
+        ({"dynamic_share": 0.3}, "PERF-DYNAMIC"),
+        ({"imbalance_share": 0.2}, "PERF-BALANCE"),
+    ],
+)
+def test_each_cause_of_no_gain_is_named(recipe, change, code):
+    from ms_varlen.train.recipe import load_recipe
+
+    found = [check.code for check in causes(load_recipe(recipe, []), FACTS | change) if check.code]
+    assert found == ([code] if code else [])

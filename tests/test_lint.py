@@ -1,0 +1,207 @@
+"""Every fault that a loader can make is named, and healthy batches of all layouts are silent."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ms_varlen.data.layouts import IGNORE_INDEX, lay_out
+from ms_varlen.diagnose.lint import lint_batch
+from ms_varlen.diagnose.lint_files import HOW, lint_file
+from ms_varlen.errors import DataError
+from ms_varlen.lengths import SeqLens
+
+PAD = 0
+TOKENS = np.arange(10, 22)
+LENGTHS = [5, 4, 3]
+
+
+def packed():
+    return lay_out(SeqLens.packed(LENGTHS, 8, 16), TOKENS, PAD)
+
+
+def in_rows():
+    """[4, 8] with lengths 5, 4, 3 and an empty row."""
+    lens = SeqLens.in_rows(LENGTHS, 8, 8, 4, split_tails=False)
+    columns = lay_out(lens, TOKENS, PAD)
+    rows = {name: columns[name].reshape(4, 8) for name in ("input_ids", "labels", "position_ids")}
+    return rows | {"seq_lens": columns["seq_lens"]}
+
+
+def codes(batch, pad_id=PAD):
+    return [finding.code for finding in lint_batch(batch, pad_id)]
+
+
+@given(
+    st.lists(st.integers(1, 8), min_size=1, max_size=6),
+    st.sampled_from(["packed", "split", "whole"]),
+    st.integers(0, 7),
+    st.booleans(),
+    st.booleans(),
+)
+def test_healthy_batches_of_every_layout_are_silent(lengths, kind, tail, ends_with_pad, know_pad):
+    tokens = np.arange(10, 10 + sum(lengths))
+    if ends_with_pad:  # models whose end-of-text is their pad id
+        tokens[np.cumsum(lengths) - 1] = PAD
+    if kind == "packed":
+        lens = SeqLens.packed(lengths, 8, sum(lengths) + tail)
+    else:
+        lens = SeqLens.in_rows(lengths, 8, 8, len(lengths) + 1, split_tails=kind == "split")
+    found = lint_batch(lay_out(lens, tokens, PAD), PAD if know_pad else None)
+    assert [f for f in found if f.code != "LABEL-NONE"] == []
+    assert bool(found) == (max(lengths) == 1)
+
+
+@pytest.mark.parametrize("shift", ["shifted", "unshifted"])
+def test_both_conventions_of_labels_are_understood(shift):
+    batch = in_rows()
+    if shift == "unshifted":
+        batch["labels"] = np.where(batch["input_ids"] == PAD, IGNORE_INDEX, batch["input_ids"])
+    assert codes(batch) == []
+
+
+def test_labels_shifted_twice():
+    batch = packed()
+    batch["labels"] = np.append(batch["labels"][1:], IGNORE_INDEX)
+    assert codes(batch) == ["LABEL-SHIFT"]
+
+
+def test_the_last_label_of_a_pack_is_the_pad_id():
+    batch = packed()
+    batch["labels"][11] = PAD
+    assert codes(batch) == ["LABEL-PAD"]
+
+
+def test_padding_is_a_target():
+    batch = in_rows()
+    batch["labels"][0, 4:] = PAD
+    assert "LABEL-PAD" in codes(batch)
+
+
+def test_a_target_across_a_boundary():
+    batch = packed()
+    batch["labels"][4] = batch["input_ids"][5]
+    (finding,) = lint_batch(batch, PAD)
+    assert finding.code == "LABEL-BOUNDARY"
+    assert finding.text == ("labels[0, 4] must be -100 (end of a sample), got 15; its target lies in another sample")
+
+
+def test_a_label_that_is_not_the_next_token():
+    batch = packed()
+    batch["labels"][1] = 99
+    assert codes(batch) == ["LABEL-WRONG"]
+
+
+def test_plain_lengths_where_ends_belong():
+    batch = packed()
+    batch["actual_seq_qlen"] = np.array([5, 4, 3, 4], np.int32)
+    assert codes(batch)[0] == "LEN-PLAIN"
+
+
+def test_ends_that_miss_the_tail():
+    batch = packed()
+    batch["actual_seq_qlen"] = np.array([5, 9, 12], np.int32)
+    assert codes(batch) == ["LEN-TAIL"]
+
+
+def test_ends_filled_up_with_the_last_one_are_well():
+    batch = packed()
+    batch["actual_seq_len"] = np.array([5, 9, 12, 16, 16, 16], np.int32)
+    del batch["actual_seq_qlen"], batch["seq_lens"]
+    assert codes(batch) == []
+
+
+def test_ends_with_a_leading_zero_and_ends_by_row_are_well():
+    batch = {name: value.reshape(2, 8) for name, value in packed().items() if name[:3] in ("inp", "lab", "pos")}
+    lens = SeqLens.packed([5, 3, 4], 8, 16)
+    batch = {n: v.reshape(2, 8) for n, v in lay_out(lens, TOKENS, PAD).items() if v.size == 16}
+    assert codes(batch | {"actual_seq_len": np.array([[5, 8, 8], [4, 8, 8]])}) == []
+    flat = {name: value.reshape(-1) for name, value in batch.items()}
+    assert codes(flat | {"cu_seqlens": np.array([0, 5, 8, 12, 16])}) == []
+
+
+def test_an_empty_sequence_among_the_ends():
+    batch = packed()
+    batch["actual_seq_qlen"] = np.array([5, 5, 9, 12, 16], np.int32)
+    assert codes(batch)[0] == "LEN-ZERO"
+
+
+def test_lengths_in_another_order_than_the_rows():
+    batch = in_rows()
+    batch["seq_lens"] = batch["seq_lens"][::-1].copy()
+    assert codes(batch)[0] == "LEN-ORDER"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "code"),
+    [
+        (np.array([5, 0, 3]), "LEN-ZERO"),
+        (np.array([5, -1, 3]), "LEN-ZERO"),
+        (np.array([5.0, 4, 3]), "LEN-DTYPE"),
+        (np.array([7, 4, 3]), "LEN-WRONG"),
+        (np.array([9, 4, 3]), "LEN-SHAPE"),
+        (np.array([1, 1, 1, 1, 1]), "LEN-SHAPE"),
+    ],
+)
+def test_wrong_lengths(lengths, code):
+    assert codes(in_rows() | {"seq_lens": lengths})[0] == code
+
+
+def test_positions_that_do_not_restart():
+    batch = packed()
+    batch["position_ids"] = np.arange(16, dtype=np.int32)
+    assert codes(batch) == ["POS-RESET"]
+
+
+def test_a_batch_without_targets():
+    batch = packed()
+    batch["labels"][:] = IGNORE_INDEX
+    assert codes(batch) == ["LABEL-NONE"]
+
+
+def test_files_of_several_batches(tmp_path):
+    good, bad = packed(), packed()
+    bad["labels"] = np.append(bad["labels"][1:], IGNORE_INDEX)
+    arrays = {f"{i}/{name}": value for i, batch in enumerate((good, bad)) for name, value in batch.items()}
+    np.savez(tmp_path / "b.npz", **arrays)
+    result = lint_file(tmp_path / "b.npz", PAD)
+    assert (result["batches"], result["codes"]) == (2, {"LABEL-SHIFT": 1})
+    assert [row["batch"] for row in result["findings"]] == ["1"]
+    lines = [json.dumps({name: value.tolist() for name, value in batch.items()}) for batch in (good, bad)]
+    (tmp_path / "b.jsonl").write_text("\n".join(lines))
+    assert lint_file(tmp_path / "b.jsonl", PAD)["codes"] == {"LABEL-SHIFT": 1}
+    assert lint_file(tmp_path / "b.jsonl", PAD, limit=1)["codes"] == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.npz", b"nothing", "must be a NumPy .npz"),
+        ("a.jsonl", b"[1, 2]\n", "must be a JSON object of lists"),
+        ("a.jsonl", b"", "must hold a batch"),
+        ("a.bin", b"", "must end with"),
+        ("a.jsonl", b'{"labels": [1]}\n', "must have the column input_ids"),
+        ("a.jsonl", b'{"input_ids": [1, 2], "labels": [1]}\n', "must be as large as input_ids"),
+        ("a.jsonl", b'{"input_ids": [1.5]}\n', "must be integers"),
+    ],
+)
+def test_files_that_are_no_batches(tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        lint_file(path)
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(DataError, match="existing file"):
+        lint_file(tmp_path / "a.npz")
+
+
+def test_how_has_a_snippet_for_each_framework():
+    assert [name for name in ("MindFormers", "MindSpeed", "transformers") if name in HOW] == [
+        "MindFormers",
+        "MindSpeed",
+        "transformers",
+    ]
