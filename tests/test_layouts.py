@@ -18,19 +18,20 @@ class Multiples:
         return -(-tokens // self.divisor) * self.divisor
 
 
-def place(samples, layout, pad_id=0):
+def place(samples, layout, pad_id=0, supervised=None):
     tokens = np.concatenate([np.array(s, np.int32) for s in samples])
     lens = layout.place(np.array([len(s) for s in samples], np.int32))
-    return lens, lay_out(lens, tokens, pad_id)
+    return lens, lay_out(lens, tokens, pad_id, supervised)
 
 
 def varlen(divisor=1, seq_length=8):
     return Layout("varlen", Multiples(divisor), seq_length)
 
 
-def check(samples, lens, columns, seq_length=8):
+def check(samples, lens, columns, seq_length=8, whole_rows=False):
     lengths = np.array([len(s) for s in samples], np.int32)
-    check_micro_batch(columns, lens.starts, lengths, np.array([[s[0], s[-1]] for s in samples]).T, seq_length)
+    edges = np.array([[s[0], s[-1]] for s in samples]).T
+    check_micro_batch(columns, lens.starts, lengths, edges, seq_length, whole_rows)
 
 
 def test_every_column_of_a_varlen_micro_batch():
@@ -56,7 +57,7 @@ def test_every_column_of_padded_rows_with_a_filler_row():
         "seq_lens": [3, 2],
         "actual_seq_qlen": [4, 8, 12],
     }
-    check(samples, lens, columns)
+    check(samples, lens, columns, whole_rows=True)
 
 
 def test_every_column_of_bucketed_rows_with_a_tail():
@@ -75,6 +76,24 @@ def test_every_column_of_bucketed_rows_with_a_tail():
 def test_a_length_equal_to_a_bucket_belongs_to_that_bucket():
     layout = Layout("bucketed", Multiples(1), 8, row_lengths=(4, 8))
     assert [layout.place(np.array([n], np.int32)).tokens for n in (4, 5)] == [4, 8]
+
+
+@pytest.mark.parametrize(
+    ("layout", "labels"),
+    [
+        (varlen(divisor=8), [-100, 7, -100, 9, -100, -100, -100, -100]),
+        (Layout("padded", Multiples(8), 8, rows=2, row_lengths=(4, 8)), [-100, 7, -100, -100, 9, -100, -100, -100]),
+    ],
+)
+def test_only_supervised_tokens_are_targets(layout, labels):  # K06
+    samples, masks = [[5, 6, 7], [8, 9]], [False, False, True, False, True]
+    lens, columns = place(samples, layout, supervised=np.array(masks))
+    _, all_targets = place(samples, layout)
+    assert columns["labels"].tolist() == labels
+    assert {name: columns[name].tolist() for name in columns if name != "labels"} == {
+        name: all_targets[name].tolist() for name in columns if name != "labels"
+    }
+    check(samples, lens, columns, whole_rows=layout.mode == "padded")
 
 
 def test_labels_of_packed_samples_stay_inside_them():  # K07
@@ -144,6 +163,23 @@ def test_a_column_of_another_dtype_is_refused():
         check(samples, lens, {**columns, "actual_seq_qlen": columns["actual_seq_qlen"].astype(np.int64)})
 
 
+SAMPLE = st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=2, max_size=8)
+
+
+@given(st.lists(SAMPLE, min_size=1, max_size=6), st.booleans(), st.integers(1, 8))
+def test_supervised_targets_are_those_of_the_samples_alone(marked, rows, divisor):  # K06
+    layout = varlen(divisor)
+    if rows:
+        layout = Layout("padded", Multiples(1), 8, len(marked), tuple(range(1, 9)))
+    samples = [[token for token, _ in sample] for sample in marked]
+    supervised = np.array([mark for sample in marked for _, mark in sample])
+    lens, columns = place(samples, layout, 0, supervised)
+    check(samples, lens, columns, whole_rows=rows)
+    places = columns["labels"] != -100
+    pairs = list(zip(columns["input_ids"][places].tolist(), columns["labels"][places].tolist(), strict=True))
+    assert pairs == [(a, b) for sample in marked for (a, _), (b, mark) in itertools.pairwise(sample) if mark]
+
+
 @given(
     st.lists(st.lists(st.integers(1, 50), min_size=2, max_size=8), min_size=1, max_size=6),
     st.booleans(),
@@ -154,7 +190,7 @@ def test_targets_are_those_of_the_samples_alone(samples, rows, divisor):
     if rows:
         layout = Layout("padded", Multiples(1), 8, len(samples), tuple(range(1, 9)))
     lens, columns = place(samples, layout)
-    check(samples, lens, columns)
+    check(samples, lens, columns, whole_rows=rows)
     supervised = columns["labels"] != -100
     pairs = list(zip(columns["input_ids"][supervised].tolist(), columns["labels"][supervised].tolist(), strict=True))
     assert pairs == [pair for s in samples for pair in itertools.pairwise(s)]

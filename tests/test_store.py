@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,21 +17,31 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
+from ms_varlen.data import batches, encoding, sources, text_files
 from ms_varlen.data import store as store_module
 from ms_varlen.data.cleaning import Ledger, held_out
 from ms_varlen.data.config import DataConfig
+from ms_varlen.data.records import Record, RecordEncoder
 from ms_varlen.data.store import TokenStore, prepare_store
-from ms_varlen.data.store_files import canonical_hash, token_dtype
+from ms_varlen.data.store_files import MaskWriter, canonical_hash, token_dtype
+from ms_varlen.data.tokenizers import ByteTokenizer
 from ms_varlen.errors import DataError
+from ms_varlen.planning.epoch_plan import EpochPlan, PlanSettings
 
 HELD_OUT = "text 22"  # its hash lies in the lowest 2 %
 TEXTS = ["abcdefghijk", "", "xyz", HELD_OUT, "q", "abcdefgh"]
 
 
-def corpus(folder, texts=TEXTS) -> DataConfig:
-    path = Path(folder, "corpus.jsonl")
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return DataConfig(source=str(path), tokenizer="bytes", store_dir=str(Path(folder, "stores")))
+def lines(path, records) -> str:
+    """A JSON lines file of objects, or of texts."""
+    found = [record if isinstance(record, dict) else {"text": record} for record in records]
+    path.write_text("".join(json.dumps(record) + "\n" for record in found))
+    return str(path)
+
+
+def corpus(folder, records=TEXTS, **settings) -> DataConfig:
+    source = lines(Path(folder, "corpus.jsonl"), records)
+    return DataConfig(**{"source": source, "tokenizer": "bytes", "store_dir": str(Path(folder, "stores")), **settings})
 
 
 def rows(table):
@@ -42,8 +53,13 @@ def ids(text):
 
 
 def stored(config):
-    """The names in the folder of the stores, locks apart."""
-    return sorted(path.name for path in Path(config.store_dir).iterdir() if path.suffix != ".lock")
+    """The names in the folder of the stores, locks and the memory of files apart."""
+    return sorted(path.name for path in Path(config.store_dir).iterdir() if path.suffix not in (".lock", ".json"))
+
+
+def is_held_out(text, fraction=0.02):
+    (encoded,) = RecordEncoder(ByteTokenizer(), "text").encode([Record({"text": text}, "", 0.0)])
+    return held_out(encoded.key, fraction)
 
 
 def test_a_small_corpus_becomes_two_tables(tmp_path):
@@ -73,9 +89,14 @@ def test_a_small_corpus_becomes_two_tables(tmp_path):
             documents_kept=4,
             samples_kept=7,
             tokens_kept=27,
+            targets_kept=20,
         ),
-        "eval": Ledger(documents_in=1, tokens_in=8, documents_kept=1, samples_kept=2, tokens_kept=8),
+        "eval": Ledger(documents_in=1, tokens_in=8, documents_kept=1, samples_kept=2, tokens_kept=8, targets_kept=6),
     }
+    assert (store.train.total_targets, store.eval.total_targets) == (20, 6)
+    assert store.train.document_lengths.tolist() == [12, 4, 2, 9]
+    assert store.train.gather_supervised([0, 1]) is None
+    assert not list(store.folder.glob("*/supervised.bin"))
     assert store.train.lengths.dtype == store.train.tokens(0).dtype == np.int32
     assert store.train.offsets.dtype == store.train.document_ids.dtype == np.int64
     store.verify()
@@ -115,7 +136,7 @@ def test_samples_are_the_documents_in_order(tmp_path_factory, texts, seq_length,
     assert total.tokens_kept == store.train.total_tokens + store.eval.total_tokens
     assert total.samples_kept == len(store.train) + len(store.eval)
     for number, text in enumerate(texts):
-        table, other = (store.eval, store.train) if held_out(text, 0.02) else (store.train, store.eval)
+        table, other = (store.eval, store.train) if is_held_out(text) else (store.train, store.eval)
         kept = table.gather(np.flatnonzero(table.document_ids == number)).tolist()
         assert kept == [*ids(text), 256][: len(kept)]
         assert number not in other.document_ids
@@ -123,13 +144,57 @@ def test_samples_are_the_documents_in_order(tmp_path_factory, texts, seq_length,
 
 def test_batches_do_not_show_in_the_result(tmp_path, monkeypatch):
     whole = prepare_store(corpus(tmp_path), 5)
-    monkeypatch.setattr(store_module, "BATCH_DOCUMENTS", 2)
+    monkeypatch.setattr(text_files, "BATCH_BYTES", 50)
     calls = []
-    config = corpus(tmp_path).model_copy(update={"store_dir": str(tmp_path / "other")})
+    config = corpus(tmp_path, store_dir=str(tmp_path / "other"))
     parts = prepare_store(config, 5, lambda done, documents: calls.append((done, documents)))
     assert parts.manifest == whole.manifest
-    assert [documents for _, documents in calls] == [2, 4, 6]
+    assert [documents for _, documents in calls] == [2, 5, 6]
     assert calls[-1][0] == 1.0
+
+
+CHATTY = [{"prompt": "ab", "completion": "cdefgh"[:n]} for n in range(1, 7)] * 20
+
+
+@pytest.mark.parametrize("records", [[f"{n} {text}" for n in range(40) for text in TEXTS], CHATTY])
+def test_the_number_of_processes_does_not_show_in_the_result(tmp_path, monkeypatch, records):
+    monkeypatch.setattr(text_files, "BATCH_BYTES", 200)
+    config = corpus(tmp_path, records)
+    alone = prepare_store(config.model_copy(update={"workers": 1}), 5)
+    calls = []
+    several = config.model_copy(update={"workers": 3, "store_dir": str(tmp_path / "other")})
+    store = prepare_store(several, 5, lambda done, documents: calls.append((done, documents)))
+    assert len(calls) > encoding.PARALLEL_FROM + 2, "there were batches for the other processes"
+    assert calls == sorted(calls)
+    assert store.manifest == alone.manifest
+    store.verify()
+    assert rows(store.train) == rows(alone.train)
+
+
+def test_the_first_bad_record_is_named_by_any_number_of_processes(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_files, "BATCH_BYTES", 20)
+    records = [*(f"text {n}" for n in range(40)), {"text": 1}, *(f"text {n}" for n in range(9)), {"text": None}]
+    config = corpus(tmp_path, records, workers=2)
+    with pytest.raises(DataError, match=r"field 'text' must be a string, got int, in .*corpus.jsonl line 41; mend"):
+        prepare_store(config, 5)
+    # Two batches on, reading itself fails: a line without an end.
+    Path(config.source).write_text(Path(config.source).read_text()[:-1] + "x" * 99)
+    monkeypatch.setattr(batches, "MAX_RECORD_BYTES", 40)
+    with pytest.raises(DataError, match=r"must be a string, got int, in .*corpus.jsonl line 41; mend"):
+        prepare_store(config, 5)
+    lines(Path(config.source), [f"text {n}" for n in range(40)] + ["x" * 99])
+    with pytest.raises(DataError, match=r"a record must be <= 40 bytes, got \d+ or more, in .*corpus.jsonl line 41"):
+        prepare_store(config, 5)
+    assert stored(config) == []
+
+
+def test_a_process_that_dies_ends_the_build(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_files, "BATCH_BYTES", 20)
+    monkeypatch.setattr(encoding, "SERVE", "import sys; sys.exit(3)")
+    config = corpus(tmp_path, [f"text {n}" for n in range(40)], workers=2)
+    with pytest.raises(DataError, match=r"a process that makes tokens must go on to the end, got exit status 3; what"):
+        prepare_store(config, 5)
+    assert stored(config) == []
 
 
 def test_a_store_is_reused_and_not_written_again(tmp_path):
@@ -143,14 +208,49 @@ def test_a_store_is_reused_and_not_written_again(tmp_path):
     assert prepare_store(config.model_copy(update={"source": str(moved)}), 5).folder == first.folder
 
 
+def test_a_reused_store_is_not_read_again_until_a_file_changes(tmp_path, monkeypatch):
+    config = corpus(tmp_path)
+    os.utime(config.source, (1e9, 1e9))  # long ago: a change would show
+    folder = prepare_store(config, 5).folder
+    read = []
+    for module in (store_module, sources):
+        original = module.file_hash
+        monkeypatch.setattr(module, "file_hash", lambda path, original=original: read.append(path) or original(path))
+    assert prepare_store(config, 5).folder == folder
+    assert read == []
+    os.utime(config.source, (2e9, 2e9))  # in the future: another change may come without a new time
+    for _ in range(2):
+        assert prepare_store(config, 5).folder == folder
+        assert read == [Path(config.source)]
+        read.clear()
+    tokens = folder / "train" / "tokens.bin"
+    os.utime(tokens)
+    assert prepare_store(config, 5).folder == folder
+    assert tokens in read
+    read.clear()
+    assert prepare_store(config, 5).folder == folder
+    assert read == [Path(config.source)]
+    (folder.parent / "file_memory.json").write_text("{damaged")
+    assert prepare_store(config, 5).folder == folder
+
+
 def test_every_setting_is_part_of_the_fingerprint(tmp_path):
     config = corpus(tmp_path)
-    changes = [{}, {"min_tokens": 3}, {"overlong": "truncate"}, {"eval_fraction": 0.03}]
+    changes = [
+        {},
+        {"min_tokens": 3},
+        {"overlong": "truncate"},
+        {"eval_fraction": 0.03},
+        {"deduplicate": True},
+        {"validation_source": config.source},
+    ]
     found = [prepare_store(config.model_copy(update=change), 5).fingerprint for change in changes]
     found.append(prepare_store(config, 6).fingerprint)
     found.append(prepare_store(corpus(tmp_path, [*TEXTS, "new"]), 5).fingerprint)
-    assert len(set(found)) == len(found) == 6
+    assert len(set(found)) == len(found) == 8
     assert sorted(found) == stored(config)
+    same = config.model_copy(update={"workers": 2, "source": [config.source]})
+    assert prepare_store(corpus(tmp_path), 5).fingerprint == prepare_store(same, 5).fingerprint == found[0]
 
 
 def test_lengths_fingerprint_is_of_the_lengths_alone(tmp_path):
@@ -164,18 +264,18 @@ def test_lengths_fingerprint_is_of_the_lengths_alone(tmp_path):
 
 KILLED_BUILD = """
 import os, signal, sys
-from ms_varlen.data import store
+from ms_varlen.data import store, store_build, text_files
 from ms_varlen.data.config import DataConfig
 
 point, source, folder = sys.argv[1:]
 kill = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
-store.BATCH_DOCUMENTS = 2
+text_files.BATCH_BYTES = 50
 if point == "before the manifest":
-    store.write_manifest = kill
+    store_build.write_manifest = kill
 if point == "before the rename":
     os.rename = kill
 if point == "after the rename":
-    store.sync_folder = kill
+    store_build.sync_folder = kill
 config = DataConfig(source=source, tokenizer="bytes", store_dir=folder)
 store.prepare_store(config, 5, kill if point == "in a batch" else None)
 """
@@ -193,6 +293,42 @@ def test_a_killed_build_leaves_a_whole_store_or_none(tmp_path, point):
     store.verify()
     assert rows(store.eval) == [ids("text "), [*ids("22"), 256]]
     assert stored(config) == [store.fingerprint]
+
+
+KILLED_WITH_WORKERS = """
+import os, signal, sys
+from ms_varlen.data import store, text_files
+from ms_varlen.data.config import DataConfig
+
+text_files.BATCH_BYTES = 20
+def kill(done, documents):
+    if documents > 20:
+        children = [open(f"/proc/self/task/{thread}/children").read() for thread in os.listdir("/proc/self/task")]
+        print(*children, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+store.prepare_store(DataConfig(source=sys.argv[1], tokenizer="bytes", store_dir=sys.argv[2], workers=2), 5, kill)
+"""
+
+
+def test_a_killed_build_leaves_no_processes(tmp_path):
+    config = corpus(tmp_path, [f"text {n}" for n in range(60)])
+    command = [sys.executable, "-c", KILLED_WITH_WORKERS, config.source, config.store_dir]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    workers = done.stdout.split()
+    assert len(workers) == 2
+    until = time.monotonic() + 20
+    while any(is_running(worker) for worker in workers):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    prepare_store(config, 5).verify()
+
+
+def is_running(pid: str) -> bool:
+    try:
+        return b"ms_varlen.data.encoding" in Path("/proc", pid, "cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def test_leftovers_of_other_stores_go_unless_someone_is_at_work(tmp_path):
@@ -243,11 +379,132 @@ def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path):
     assert stored(config) == []
 
 
-@pytest.mark.parametrize("texts", [[], ["", " "], [HELD_OUT]])
+@pytest.mark.parametrize("texts", [["", " "], [HELD_OUT]])
 def test_a_corpus_without_a_training_sample_is_refused(tmp_path, texts):
     message = rf"data.source must leave a sample to train on, got none of {len(texts)} documents .* in corpus.jsonl"
     with pytest.raises(DataError, match=message):
         prepare_store(corpus(tmp_path, texts), 5)
+
+
+def test_a_validation_source_is_all_of_evaluation(tmp_path):
+    held = lines(tmp_path / "held.jsonl", ["uvw", "", HELD_OUT, "abc"])
+    config = corpus(tmp_path, ["abc", HELD_OUT, "defgh"], validation_source=held)
+    calls = []
+    store = prepare_store(config, 5, lambda done, documents: calls.append((done, documents)))
+    assert rows(store.eval) == [[*ids("uvw"), 256], ids("text "), [*ids("22"), 256], [*ids("abc"), 256]]
+    assert store.eval.document_ids.tolist() == [0, 2, 2, 3]
+    assert rows(store.train) == [[*ids("abc"), 256], ids("text "), [*ids("22"), 256], ids("defgh")]
+    assert store.train.document_ids.tolist() == [0, 1, 1, 2]
+    assert store.manifest["kind"] == {"train": "text", "eval": "text"}
+    assert [documents for _, documents in calls] == [4, 7]
+    assert 0 < calls[0][0] < calls[1][0] == 1.0
+
+
+def test_training_documents_that_are_validated_are_duplicates(tmp_path):
+    held = lines(tmp_path / "held.jsonl", ["abc", "abc", "uvw"])
+    store = prepare_store(corpus(tmp_path, ["abc", "defg"], validation_source=held, deduplicate=True), 5)
+    assert rows(store.eval) == [[*ids("abc"), 256], [*ids("uvw"), 256]]
+    assert rows(store.train) == [[*ids("defg"), 256]]
+    assert store.ledgers["train"].documents_duplicate == store.ledgers["eval"].documents_duplicate == 1
+    assert [example["where"] for example in store.manifest["examples"]["duplicate"]] == [
+        f"{held} line 2",
+        f"{tmp_path}/corpus.jsonl line 1",
+    ]
+
+
+def test_a_validation_source_without_a_sample_is_refused(tmp_path):
+    held = lines(tmp_path / "held.jsonl", ["", " "])
+    with pytest.raises(DataError, match=r"data.validation_source must leave a sample to evaluate on, .* in held.jsonl"):
+        prepare_store(corpus(tmp_path, validation_source=held), 5)
+
+
+def test_evaluation_sees_every_sample_once(tmp_path):  # B03
+    held = lines(tmp_path / "held.jsonl", ["abcdefghijklmnop"[: n % 5 + 2] for n in range(13)])
+    store = prepare_store(corpus(tmp_path, validation_source=held), 8)
+    for policy, row_lengths in (("rows", ()), ("bucketed", (4, 8)), ("token_budget", ())):
+        settings = PlanSettings(
+            policy=policy,
+            size=8 if policy == "rows" else 64,
+            max_segments=8,
+            micro_batches=1,
+            seed=0,
+            row_lengths=row_lengths,
+        )
+        plan = EpochPlan(store.eval.lengths, settings, None)
+        seen = np.concatenate([plan.micro_batch(step, 0) for step in range(plan.num_steps)])
+        assert sorted(seen.tolist()) == list(range(13))
+
+
+def test_nothing_takes_the_place_of_what_cleaning_removed(tmp_path):  # B07
+    texts = ["abc", "", "abc", "q", "abcdefghijk", "xyz"]
+    store = prepare_store(corpus(tmp_path, texts, min_tokens=3, deduplicate=True, overlong="drop"), 8)
+    assert store.train.document_ids.tolist() == [0, 5]
+    ledger = store.ledgers["train"]
+    assert (ledger.documents_empty, ledger.documents_duplicate, ledger.documents_short, ledger.documents_overlong) == (
+        1,
+        1,
+        1,
+        1,
+    )
+    for epoch in (0, 1):
+        plan = EpochPlan(store.train.lengths, PlanSettings("token_budget", 8, 4, micro_batches=1, seed=0), epoch)
+        assert sorted(plan.order.tolist()) == [0, 1]
+
+
+def test_truncated_tails_make_no_samples(tmp_path):  # K03
+    config = corpus(tmp_path, ["a" * 12, "b" * 10], overlong="truncate")
+    store = prepare_store(config, 10)
+    assert rows(store.train) == [ids("a" * 10), ids("b" * 10)]
+    assert store.train.document_lengths.tolist() == [13, 11]
+    assert (store.ledgers["train"].tokens_cut, store.ledgers["train"].documents_cut) == (4, 2)
+
+
+def test_lengths_before_cutting_are_those_of_kept_and_overlong_documents(tmp_path):
+    texts = ["", "q", "abcdefghijk", "abc", "abc", "defg"]
+    kept = {}
+    for overlong in ("split", "truncate", "drop"):
+        config = corpus(tmp_path, texts, overlong=overlong, deduplicate=True, min_tokens=3, eval_fraction=0.0)
+        kept[overlong] = prepare_store(config, 5).train.document_lengths.tolist()
+    assert kept == {overlong: [12, 4, 5] for overlong in ("split", "truncate", "drop")}
+
+
+def test_what_is_not_to_be_learnt_is_kept_a_bit_a_token(tmp_path):  # K06
+    records = [
+        {"input_ids": [5, 6, 7], "loss_mask": [0, 0, 1]},
+        {"input_ids": [8, 9], "loss_mask": [0, 1]},
+        {"input_ids": [1, 2, 3, 4]},
+        {"input_ids": [10, 11, 12, 13, 14, 15, 16], "labels": [-100, 11, -100, 13, -100, -100, 16]},
+    ]
+    store = prepare_store(corpus(tmp_path, records, eval_fraction=0.0), 5)
+    assert rows(store.train) == [[5, 6, 7], [8, 9], [1, 2, 3, 4], [10, 11, 12, 13, 14], [15, 16]]
+    expected = [[0, 0, 1], [0, 1], [1, 1, 1, 1], [0, 1, 0, 1, 0], [0, 1]]
+    assert [store.train.gather_supervised([i]).tolist() for i in range(5)] == [list(map(bool, m)) for m in expected]
+    assert store.train.gather_supervised([3, 0]).astype(int).tolist() == [*expected[3], *expected[0]]
+    assert store.train.gather_supervised([]).tolist() == []
+    assert store.train.total_targets == 1 + 1 + 3 + 2 + 1
+    assert (store.folder / "train" / "supervised.bin").stat().st_size == 2
+    assert store.manifest["kind"] == {"train": "tokens"}
+    store.verify()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.one_of(st.integers(0, 20), st.lists(st.booleans(), max_size=20)), max_size=12))
+def test_masks_come_back_as_written(tmp_path_factory, parts):
+    path = tmp_path_factory.mktemp("mask") / "supervised.bin"
+    writer = MaskWriter(path)
+    expected = []
+    for part in parts:
+        mask = np.array(part, bool) if isinstance(part, list) else None
+        writer.write(len(part) if isinstance(part, list) else part, mask)
+        expected += part if isinstance(part, list) else [True] * part
+    entry = writer.close()
+    if all(expected):
+        assert entry is None
+        assert not path.exists()
+    else:
+        content = np.frombuffer(path.read_bytes(), np.uint8)
+        assert entry["bytes"] == content.size == -(-len(expected) // 8)
+        assert np.unpackbits(content, bitorder="little")[: len(expected)].tolist() == expected
 
 
 def test_no_held_out_documents_make_an_empty_table(tmp_path):
@@ -266,7 +523,9 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
         prepare_store(config, 5)
 
 
-@pytest.mark.parametrize("name", ["train/tokens.bin", "train/lengths.bin", "eval/offsets.bin", "train/documents.bin"])
+@pytest.mark.parametrize(
+    "name", ["train/tokens.bin", "train/lengths.bin", "eval/offsets.bin", "train/document_lengths.bin"]
+)
 def test_a_damaged_file_is_named(tmp_path, name):
     config = corpus(tmp_path)
     store = prepare_store(config, 5)
@@ -298,7 +557,7 @@ def resealed(content: bytes, **changes) -> bytes:
         (lambda content: content.replace(b'"samples": 7', b'"samples": 6'), "must have the checksum that it states"),
         (lambda content: content[: len(content) // 2], "must be JSON, got"),
         (lambda content: b"[]", "must have the checksum that it states"),
-        (lambda content: resealed(content, format_version=0), "must have format_version 1, got 0"),
+        (lambda content: resealed(content, format_version=0), "must have format_version 2, got 0"),
     ],
 )
 def test_a_damaged_manifest_is_named(tmp_path, damage, message):

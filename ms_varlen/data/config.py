@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from ms_varlen.data.file_kinds import source_fault
 
 PYDOC = "pydoc"
 BYTES = "bytes"
@@ -60,12 +62,20 @@ class DataConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    source: str = Field(
-        description="'pydoc' (docstrings of the running Python's standard library); the path of a .jsonl file with "
-        "one object a line that has a string field 'text'; or 'lognormal(median=180, p99=2048, samples=20000, "
-        "seed=0)', random words whose numbers of bytes, end-of-text included, are lognormal"
+    source: str | list[str] = Field(
+        description="'pydoc' (docstrings of the running Python's standard library); 'lognormal(median=180, p99=2048, "
+        "samples=20000, seed=0)', random words whose numbers of bytes, end-of-text included, are lognormal; the path "
+        "of a .jsonl, .json or .ndjson file with one object a line (also .gz), a .parquet file, a .txt file (one "
+        "document), a Megatron .bin, a .mindrecord file, a Hugging Face data set saved on disk, or a folder of files "
+        "of one kind; or a list of these, read one after another"
     )
-    tokenizer: str = Field(description="'bytes' (256 byte values, end-of-text, pad), or the path of a tokenizer.json")
+    validation_source: str | list[str] | None = Field(
+        None, description="as source: what evaluation reads, instead of a share of source"
+    )
+    tokenizer: str = Field(
+        description="'bytes' (256 byte values, end-of-text, pad), the path of a tokenizer.json, or a folder that "
+        "transformers' AutoTokenizer opens"
+    )
     min_tokens: int = Field(
         2,
         ge=2,
@@ -79,49 +89,111 @@ class DataConfig(BaseModel):
         0.02,
         ge=0,
         lt=1,
-        description="share of documents held out for evaluation, from 0 to below 1, by hash of their text",
+        description="share of documents held out for evaluation, from 0 to below 1, by hash of their content; "
+        "left out where validation_source is given",
     )
     store_dir: str | None = Field(
         None, description="folder of the token stores; null means ms_varlen/token_stores in the user's cache folder"
     )
+    workers: int | None = Field(
+        None,
+        ge=1,
+        le=256,
+        description="processes that turn records into tokens, for sources above 8 MB; null means one a core, at most "
+        "16. The store is the same with any number",
+    )
 
-    @field_validator("source")
+    keep: Literal["head", "tail", "both"] = Field(
+        "head",
+        description="what overlong=truncate keeps of a document: its beginning, its end, or half of each. A document "
+        "with no loss in what is kept is removed and counted",
+    )
+    deduplicate: bool = Field(
+        False,
+        description="remove documents that are the same as one before, by a 64-bit hash of their content; takes 8 to "
+        "16 bytes of memory a document",
+    )
+    control_characters: Literal["keep", "remove", "drop", "error"] = Field(
+        "keep",
+        description="what happens to a text with control characters (all but tab and line ends) or U+FFFD, which "
+        "stands for what could not be decoded: it stays, loses them, is dropped, or is an error. Counted in every case",
+    )
+    labels_shifted: bool = Field(
+        False,
+        description="set where the 'labels' of records with 'input_ids' name the next token rather than their own; a "
+        "last label other than -100 then counts as one more token",
+    )
+
+    @field_validator("source", "validation_source")
     @classmethod
-    def _known_source(cls, value: str) -> str:
-        if is_lognormal(value):
-            LognormalLengths.parse(value)
-        elif value != PYDOC and not value.endswith(".jsonl"):
-            raise ValueError(f"must be '{PYDOC}' or the path of a .jsonl file, got {value!r}")
+    def _known_source(cls, value: str | list[str] | None) -> str | list[str] | None:
+        if isinstance(value, list) and not value:
+            raise ValueError("must name a source, got an empty list")
+        for name in source_names(value):
+            if is_lognormal(name):
+                LognormalLengths.parse(name)
+            elif not name.strip() or "\0" in name:
+                raise ValueError(f"must be a path, '{PYDOC}' or '{LOGNORMAL}(...)', got {name!r}")
         return value
+
+    @model_validator(mode="after")
+    def _one_way_to_evaluate(self) -> "DataConfig":
+        if self.validation_source is not None and "eval_fraction" in self.model_fields_set and self.eval_fraction:
+            raise ValueError(
+                f"eval_fraction must be left out with validation_source, got {self.eval_fraction}; "
+                "evaluation reads one or the other"
+            )
+        return self
 
     @field_validator("tokenizer")
     @classmethod
     def _known_tokenizer(cls, value: str) -> str:
-        if value != BYTES and not value.endswith(".json"):
-            raise ValueError(f"must be '{BYTES}' or the path of a tokenizer.json, got {value!r}")
+        if not value.strip() or "\0" in value:
+            raise ValueError(f"must be '{BYTES}', or the path of a tokenizer.json or of a folder, got {value!r}")
         return value
+
+    @model_validator(mode="after")
+    def _keep_is_of_truncate(self) -> "DataConfig":
+        if self.keep != "head" and self.overlong != "truncate":
+            raise ValueError(
+                f"keep must be left out with overlong={self.overlong}, got {self.keep}; set overlong=truncate"
+            )
+        return self
+
+
+def source_names(source: str | list[str] | None) -> list[str]:
+    """The sources that a field names, one after another."""
+    if source is None:
+        return []
+    return [source] if isinstance(source, str) else source
 
 
 def missing_files(config: DataConfig) -> list[tuple[str, str]]:
-    """The fields of `config` that name a file which is not there.
+    """The fields of `config` that name a file which is not there or cannot be read.
 
     Returns:
-        (field, message) pairs, e.g. ``("source", "must be an existing file, got corpus.jsonl; ...")``.
+        (field, message) pairs, e.g. ``("source", "must be an existing file or folder, got corpus.jsonl; ...")``.
     """
-    builtin = {"source": PYDOC, "tokenizer": BYTES}
-    return [
-        (
-            field,
-            f"must be an existing file, got {value}; correct the path or use '{builtin[field]}', which needs no file",
-        )
-        for field, value in (("source", config.source), ("tokenizer", config.tokenizer))
-        if value != builtin[field] and not is_lognormal(value) and not _is_file(value)
+    faults = [
+        (field, fault)
+        for field in ("source", "validation_source")
+        for name in source_names(getattr(config, field))
+        if name != PYDOC and not is_lognormal(name) and (fault := source_fault(name)) is not None
     ]
+    if config.tokenizer != BYTES and not _exists(config.tokenizer):
+        faults.append(
+            (
+                "tokenizer",
+                f"must be an existing file or folder, got {config.tokenizer}; correct the path or use '{BYTES}', which "
+                "needs none",
+            )
+        )
+    return faults
 
 
-def _is_file(value: str) -> bool:
+def _exists(value: str) -> bool:
     try:
-        return Path(value).expanduser().is_file()
+        return Path(value).expanduser().exists()
     except OSError:  # a name that is too long, say
         return False
 

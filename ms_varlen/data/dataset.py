@@ -11,7 +11,7 @@ import numpy as np
 from mindspore.dataset import GeneratorDataset
 
 from ms_varlen.data.layouts import COLUMNS, Layout, check_micro_batch, lay_out
-from ms_varlen.data.store import SampleTable
+from ms_varlen.data.samples import Samples
 from ms_varlen.errors import VarlenError
 from ms_varlen.lengths import SeqLens
 
@@ -22,7 +22,7 @@ class MicroBatches:
     """Turns planned sample ids into micro-batches.
 
     Args:
-        table: the samples.
+        table: the samples: of a token store, or `ArraySamples`.
         layout: where they lie on the token axis.
         pad_id: id that fills the rest.
         attention_columns: further columns from the lengths, for the attention body in use.
@@ -30,7 +30,7 @@ class MicroBatches:
 
     def __init__(
         self,
-        table: SampleTable,
+        table: Samples,
         layout: Layout,
         pad_id: int,
         attention_columns: Callable[[SeqLens], Columns],
@@ -55,8 +55,9 @@ class MicroBatches:
         ends = np.cumsum(lengths)
         edges = tokens[[ends - lengths, ends - 1]]
         lens = self._layout.place(lengths)
-        columns = lay_out(lens, tokens, self._pad_id)
-        check_micro_batch(columns, lens.starts, lengths, edges, self._layout.seq_length)
+        columns = lay_out(lens, tokens, self._pad_id, self._table.gather_supervised(ids))
+        whole_rows = self._layout.mode == "padded"
+        check_micro_batch(columns, lens.starts, lengths, edges, self._layout.seq_length, whole_rows)
         return {**columns, **self._attention_columns(lens)}
 
     def column_names(self) -> list[str]:

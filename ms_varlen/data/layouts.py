@@ -8,6 +8,8 @@ Columns of a micro-batch, all int32 (host)::
     position_ids     0 1 2 0 1 0 1 2
     seq_lens         3 2                   real samples only
     actual_seq_qlen  3 5 8                 running ends, the tail is a segment of its own
+
+Where only 7 and 8 9 are supervised, labels are . 7 . 9 . . . . since nothing comes before the first token of a sample.
 """
 
 import dataclasses
@@ -113,19 +115,22 @@ class Layout:
         return SeqLens.in_rows(seq_lens, self.seq_length, row_length, rows, split, tokens)
 
 
-def lay_out(lens: SeqLens, tokens: np.ndarray, pad_id: int) -> dict[str, np.ndarray]:
+def lay_out(
+    lens: SeqLens, tokens: np.ndarray, pad_id: int, supervised: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
     """The columns of a micro-batch.
 
     Args:
         lens: lengths and places of the samples.
         tokens: [real_tokens] ints, the samples' ids one after another.
         pad_id: id that fills the rest; it gets no label, whatever id it is.
+        supervised: [real_tokens] bool, which tokens are targets; None means all.
     Returns:
         the columns `COLUMNS`, each int32 (host): the first three [T], then [B], then [G].
     """
     ends = np.cumsum(lens.seq_lens, dtype=np.int64)
     next_tokens = np.empty(tokens.size, np.int32)
-    next_tokens[:-1] = tokens[1:]
+    next_tokens[:-1] = tokens[1:] if supervised is None else np.where(supervised[1:], tokens[1:], IGNORE_INDEX)
     next_tokens[ends - 1] = IGNORE_INDEX
     input_ids = np.full(lens.tokens, pad_id, np.int32)
     labels = np.full(lens.tokens, IGNORE_INDEX, np.int32)
@@ -150,14 +155,20 @@ def require_columns(columns: Mapping[str, np.ndarray], names: tuple[str, ...] = 
     if missing:
         raise DataError(
             f"a micro-batch must carry {', '.join(missing)}, got only {', '.join(columns)}; keep the lengths' columns "
-            "when projecting or mapping the data set: nothing recovers them from ids"
+            "when projecting or mapping the data set: nothing recovers them from ids",
+            "LEN-LOST",
         )
 
 
 def check_micro_batch(
-    columns: Mapping[str, np.ndarray], starts: np.ndarray, lengths: np.ndarray, edges: np.ndarray, seq_length: int
+    columns: Mapping[str, np.ndarray],
+    starts: np.ndarray,
+    lengths: np.ndarray,
+    edges: np.ndarray,
+    seq_length: int,
+    whole_rows: bool = False,
 ) -> None:
-    """Compare a micro-batch with the samples that it claims to hold. Costs O(B), about 30 us.
+    """Compare a micro-batch with the samples that it claims to hold. Costs O(B), and two looks at the labels.
 
     Args:
         columns: the columns `COLUMNS`.
@@ -165,47 +176,103 @@ def check_micro_batch(
         lengths: [B] ints, the samples' lengths by id, in the order of the plan.
         edges: [2, B] ints, the samples' first and last token ids.
         seq_length: the longest segment allowed, in tokens.
+        whole_rows: a sample's segment goes on to the end of its padded row; else it ends with the sample.
     Raises:
         DataError: a column is missing.
-        LengthsError: dtype, sum, order, ends or size disagree; the message gives the place.
+        LengthsError: dtype, sum, order, ends, size or labels disagree; the message gives the place.
     """
     require_columns(columns)
     for name in COLUMNS:
         if columns[name].dtype != np.int32:
-            raise LengthsError(f"{name} must be int32, got {columns[name].dtype}; convert where it is made")
+            raise LengthsError(
+                f"{name} must be int32, got {columns[name].dtype}; convert where it is made", "LEN-DTYPE"
+            )
     tokens = columns["input_ids"].size
     for name in COLUMNS[1:3]:
         if columns[name].shape != (tokens,):
-            raise LengthsError(f"{name} must be as long as input_ids ({tokens}), got shape {columns[name].shape}")
+            raise LengthsError(
+                f"{name} must be as long as input_ids ({tokens}), got shape {columns[name].shape}; make both from the "
+                "same lengths",
+                "LEN-SHAPE",
+            )
     check_ends(columns["actual_seq_qlen"], tokens, seq_length)
     seq_lens = columns["seq_lens"]
     if seq_lens.shape != lengths.shape:
-        raise LengthsError(f"seq_lens must have one entry per sample ({lengths.size}), got shape {seq_lens.shape}")
-    _refuse_first("seq_lens", seq_lens, lengths, "the sample's length in the store")
-    _check_samples(columns, starts, edges)
+        raise LengthsError(
+            f"seq_lens must have one entry per sample ({lengths.size}), got shape {seq_lens.shape}; carry one length "
+            "per sample",
+            "LEN-SHAPE",
+        )
+    moved = np.array_equal(np.sort(seq_lens), np.sort(lengths))
+    _refuse_first(
+        "seq_lens", seq_lens, lengths, "the sample's length in the store", "LEN-ORDER" if moved else "LEN-WRONG"
+    )
+    _check_samples(columns, starts, edges, whole_rows)
 
 
-def _check_samples(columns: Mapping[str, np.ndarray], starts: np.ndarray, edges: np.ndarray) -> None:
+def _check_samples(columns: Mapping[str, np.ndarray], starts: np.ndarray, edges: np.ndarray, whole_rows: bool) -> None:
     """Each sample starts a segment; its first and last id, last label and last position are where its length says."""
     ids, seq_lens, ends = columns["input_ids"], columns["seq_lens"], columns["actual_seq_qlen"]
     segment_starts = np.concatenate([[0], ends[:-1]])
-    found = segment_starts[np.minimum(np.searchsorted(segment_starts, starts), segment_starts.size - 1)]
-    _refuse_first("start of sample", found, starts, "where a segment of actual_seq_qlen starts")
+    segments = np.minimum(np.searchsorted(segment_starts, starts), segment_starts.size - 1)
+    found = segment_starts[segments]
+    _refuse_first("start of sample", found, starts, "where a segment of actual_seq_qlen starts", "LEN-TAIL")
+    if not whole_rows:
+        _refuse_first("end of sample", ends[segments], starts + seq_lens, "the end of its segment", "LEN-TAIL")
     lasts = starts + seq_lens - 1
     if lasts.max() >= ids.size:
-        raise LengthsError(f"seq_lens must end within {ids.size} tokens, got an end at {int(lasts.max()) + 1}")
+        raise LengthsError(
+            f"seq_lens must end within {ids.size} tokens, got an end at {int(lasts.max()) + 1}; count lengths "
+            "after cutting",
+            "LEN-WRONG",
+        )
     in_store = "the sample's id at this place in the store; are the lengths in the order of the samples?"
-    _refuse_first("first id of sample", ids[starts], edges[0], in_store)
-    _refuse_first("last id of sample", ids[lasts], edges[1], in_store)
-    _refuse_first("last label of sample", columns["labels"][lasts], np.full(lasts.size, IGNORE_INDEX), "no target")
-    _refuse_first("last position of sample", columns["position_ids"][lasts], seq_lens - 1, "its length - 1")
+    _refuse_first("first id of sample", ids[starts], edges[0], in_store, "LEN-ORDER")
+    _refuse_first("last id of sample", ids[lasts], edges[1], in_store, "LEN-ORDER")
+    _check_labels(columns, starts)
+    _refuse_first(
+        "last label of sample",
+        columns["labels"][lasts],
+        np.full(lasts.size, IGNORE_INDEX),
+        "no target",
+        "LABEL-BOUNDARY",
+    )
+    _refuse_first(
+        "last position of sample", columns["position_ids"][lasts], seq_lens - 1, "its length - 1", "POS-RESET"
+    )
 
 
-def _refuse_first(name: str, found: np.ndarray, expected: np.ndarray, rule: str) -> None:
+def _check_labels(columns: Mapping[str, np.ndarray], starts: np.ndarray) -> None:
+    """No target lies outside the samples, and each is the token after it."""
+    ids, labels = columns["input_ids"], columns["labels"]
+    supervised = labels != IGNORE_INDEX
+    wrong = np.flatnonzero(supervised[:-1] & (labels[:-1] != ids[1:]))
+    if wrong.size:
+        i = int(wrong[0])
+        twice = labels[:-2] == ids[2:]
+        shifted = bool(twice[supervised[:-2]].all())
+        raise LengthsError(
+            f"labels[{i}] must be the token after it ({int(ids[i + 1])}), got {int(labels[i])}; {wrong.size} differ; "
+            "shift labels once, inside a sample",
+            "LABEL-SHIFT" if shifted else "LABEL-WRONG",
+        )
+    before = np.concatenate([[0], np.cumsum(supervised, dtype=np.int64)])
+    inside = before[starts + columns["seq_lens"]] - before[starts]
+    outside = int(before[-1] - inside.sum())
+    if outside:
+        raise LengthsError(
+            f"labels must be {IGNORE_INDEX} in padding, got {outside} targets outside the samples; padding is no "
+            "target",
+            "LABEL-PAD",
+        )
+
+
+def _refuse_first(name: str, found: np.ndarray, expected: np.ndarray, rule: str, code: str) -> None:
     wrong = found != expected
     if wrong.any():
         i = int(np.argmax(wrong))
         raise LengthsError(
             f"{name}[{i}] must be {int(expected[i])} ({rule}), got {int(found[i])}; "
-            f"{int(wrong.sum())} of {wrong.size} differ"
+            f"{int(wrong.sum())} of {wrong.size} differ; take tokens, labels and lengths by sample id, in one order",
+            code,
         )

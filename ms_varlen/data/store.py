@@ -1,54 +1,40 @@
 """The token store: a corpus tokenised, cleaned and cut once, then memory-mapped by every run that needs the same.
 
-A store lies at ``<store_dir>/<fingerprint>/``; the fingerprint hashes the source's whole content, the tokenizer,
-`min_tokens`, `overlong`, `seq_length`, `eval_fraction` and the format version, so any other setting is another store
-and a store is never changed. It is written beside (``<fingerprint>.building``), brought to disk and renamed: after a
-kill there is a whole store or none. One process builds at a time (a lock on ``<fingerprint>.lock``, an empty file that
-stays), the others wait and use the result; what killed builds left is removed by the next build.
-
-Building `pydoc` takes about 4 s, nearly all of it parsing; 54 MB of JSON lines (200,000 documents) take 4 s and 3 MB of
-memory with the byte tokenizer. Opening takes 1 ms and no memory per sample. (Two cores of a shared machine.)
+A store lies at ``<store_dir>/<fingerprint>/``; the fingerprint hashes the source's whole content, the tokenizer, the
+settings that decide samples, `seq_length` and the format version, so any other setting is another store and a store is
+never changed. What files hold is remembered in ``<store_dir>/file_memory.json`` while their sizes and times stay as
+they were: a source or a store of 1 GB costs seconds once, milliseconds from then on. How a store is written, and what a
+kill leaves, is told in `ms_varlen.data.store_build`. Opening takes 1 ms and no memory per sample.
 """
 
-import contextlib
-import fcntl
 import json
-import logging
-import os
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ms_varlen.data.cleaning import Ledger, Rules, clean, held_out
+from ms_varlen.data.cleaning import Ledger, Rules
 from ms_varlen.data.config import DataConfig, store_root
-from ms_varlen.data.sources import Document, Source, open_source
+from ms_varlen.data.file_memory import FileMemory, file_hash, state_of
+from ms_varlen.data.sources import Source, open_source, source_fingerprint
+from ms_varlen.data.store_build import Building, Progress, build, locked, remove_leftovers
 from ms_varlen.data.store_files import (
+    DOCUMENT_LENGTHS,
     FORMAT_VERSION,
     MANIFEST,
     SPLITS,
+    SUPERVISED,
     TABLES,
     TOKENS,
-    SplitWriter,
     canonical_hash,
-    file_hash,
-    sync_folder,
-    token_dtype,
-    write_manifest,
 )
-from ms_varlen.data.tokenizers import Tokenizer, open_tokenizer
+from ms_varlen.data.tokenizers import tokenizer_fingerprint
 from ms_varlen.errors import DataError
 
-logger = logging.getLogger("ms_varlen")
-
-# Called with the share of the source that is done (0 to 1) and the number of documents read.
-Progress = Callable[[float, int], None]
-
-# A batch for the tokenizer ends at whichever comes first; together they bound the memory of a build.
-BATCH_DOCUMENTS = 1024
-BATCH_CHARACTERS = 1 << 20
+MEMORY = "file_memory.json"
+NOT_IDENTITY = {"source", "validation_source", "tokenizer", "store_dir", "workers"}
+"""Keys of the `data` section that decide no sample by themselves: content does, in the fingerprints."""
 
 
 class SampleTable:
@@ -58,16 +44,22 @@ class SampleTable:
         lengths: [n] int32, memory-mapped, tokens per sample.
         offsets: [n] int64, memory-mapped, where each sample starts among the split's tokens.
         document_ids: [n] int64, memory-mapped, the place of each sample's document in the source, from 0.
+        document_lengths: [d] int32, memory-mapped, tokens per document before it was cut, in the order of the source;
+            of those that were kept or removed for being overlong.
         lengths_fingerprint: hash of `lengths`; what a plan is bound to.
         total_tokens: sum of the lengths.
+        total_targets: tokens that have a loss: supervised ones, but never the first of a sample.
         longest: largest length, 0 when there is no sample.
     """
 
     def __init__(self, folder: Path, entry: dict[str, Any], tokens_dtype: str):
         self.lengths, self.offsets, self.document_ids = (_mapped(folder / name, kind) for name, kind in TABLES.items())
+        self.document_lengths = _mapped(folder / DOCUMENT_LENGTHS, "<i4")
         self._tokens = _mapped(folder / TOKENS, tokens_dtype)
+        self._supervised = _mapped(folder / SUPERVISED, "u1") if SUPERVISED in entry["files"] else None
         self.lengths_fingerprint: str = entry["files"]["lengths.bin"]["checksum"]
         self.total_tokens: int = entry["tokens"]
+        self.total_targets: int = entry["targets"]
         self.longest: int = entry["longest"]
 
     def __len__(self) -> int:
@@ -83,6 +75,30 @@ class SampleTable:
         Raises:
             DataError: a number that is not a sample of this table.
         """
+        parts = [self._tokens[start:end] for start, end in self._spans(ids)]
+        return np.concatenate(parts).astype(np.int32) if parts else np.zeros(0, np.int32)
+
+    def gather_supervised(self, ids: Sequence[int] | np.ndarray) -> np.ndarray | None:
+        """Which tokens of several samples are to be learnt, one sample after another.
+
+        Args:
+            ids: [k] ints, sample numbers.
+        Returns:
+            [sum of their lengths] bool (host); None where all tokens of the split are.
+        Raises:
+            DataError: a number that is not a sample of this table.
+        """
+        if self._supervised is None:
+            return None
+        parts = [np.zeros(0, bool)]
+        for start, end in self._spans(ids):
+            first = start // 8
+            bits = np.unpackbits(self._supervised[first : -(-end // 8)], bitorder="little")
+            parts.append(bits[start - 8 * first : end - 8 * first].view(bool))
+        return np.concatenate(parts)
+
+    def _spans(self, ids: Sequence[int] | np.ndarray) -> list[tuple[int, int]]:
+        """Where samples start and end among the tokens."""
         ids = np.asarray(ids, np.int64)
         bad = np.flatnonzero((ids < 0) | (ids >= len(self)))
         if bad.size:
@@ -90,9 +106,8 @@ class SampleTable:
                 f"ids[{bad[0]}] must be a sample from 0 to {len(self) - 1}, got {ids[bad[0]]}; "
                 "use a plan that was made for this token store"
             )
-        spans = zip(self.offsets[ids].tolist(), self.lengths[ids].tolist(), strict=True)
-        parts = [self._tokens[start : start + length] for start, length in spans]
-        return np.concatenate(parts).astype(np.int32) if parts else np.zeros(0, np.int32)
+        starts = self.offsets[ids]
+        return list(zip(starts.tolist(), (starts + self.lengths[ids]).tolist(), strict=True))
 
     def tokens(self, sample_id: int) -> np.ndarray:
         """[length] int32 (host), the tokens of one sample."""
@@ -180,7 +195,8 @@ class TokenStore:
 
 def _damaged(path: Path, rule: str, found: str) -> DataError:
     return DataError(
-        f"token store file {path} {rule}, got {found}; delete the folder of the store and run again, it is built anew"
+        f"token store file {path} {rule}, got {found}; delete the folder of the store and run again, it is built anew",
+        "DATA-STORE",
     )
 
 
@@ -212,32 +228,30 @@ def prepare_store(config: DataConfig, seq_length: int, progress: Progress | None
     Args:
         config: the `data` section.
         seq_length: the longest sample allowed, in tokens.
-        progress: called about once per thousand documents while building.
+        progress: called about once per MB while building.
     Raises:
         DataError: the source, the tokenizer, a document or the store cannot be used.
     """
-    rules = Rules(config.min_tokens, config.overlong, seq_length)
-    source, tokenizer = open_source(config.source), open_tokenizer(config.tokenizer)
-    identity = {
-        "format_version": FORMAT_VERSION,
-        "source": source.fingerprint(),
-        "tokenizer": tokenizer.fingerprint,
-        "min_tokens": rules.min_tokens,
-        "overlong": rules.overlong,
-        "seq_length": seq_length,
-        "eval_fraction": config.eval_fraction,
-    }
+    rules = _rules(config, seq_length)
+    sources = {"train": open_source(config.source)}
+    if config.validation_source is not None:
+        sources["eval"] = open_source(config.validation_source, "data.validation_source")
+    states = {split: source.state() for split, source in sources.items()}
+    memory = FileMemory(store_root(config) / MEMORY)
+    identity = _identity(config, seq_length, sources, memory)
     folder = store_root(config) / canonical_hash(identity)
     if folder.exists():
         store = TokenStore.open(folder)
-        store.verify()  # as long as the fingerprint of the source takes; a changed token would train unnoticed
+        _verify_changed(store, memory)
         return store
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder, wait=True):
+        with locked(folder, wait=True):
             if not folder.exists():
-                _remove_leftovers(folder)
-                _build(folder, identity, source, tokenizer, rules, progress)
+                remove_leftovers(folder)
+                build(Building(folder, identity, sources, states, config, rules, progress))
+                store = TokenStore.open(folder)
+                memory.remember(_state(store), store.fingerprint)  # just written, with these checksums
     except OSError as error:
         raise DataError(
             f"data.store_dir must be writable and have room, got {error}, in {folder.parent}; "
@@ -246,110 +260,34 @@ def prepare_store(config: DataConfig, seq_length: int, progress: Progress | None
     return TokenStore.open(folder)
 
 
-@contextlib.contextmanager
-def _locked(folder: Path, wait: bool) -> Iterator[bool]:
-    """Hold the lock of a store's fingerprint; False when another process has it and `wait` is False.
-
-    The system frees the lock when its process ends, however that happens. The file stays: removing it would let two
-    processes lock two files of the same name.
-    """
-    with folder.with_suffix(".lock").open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if not wait:
-                yield False
-                return
-            logger.info("another process builds token store %s; waiting for it", folder.name)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield True
+def _rules(config: DataConfig, seq_length: int) -> Rules:
+    return Rules(
+        config.min_tokens, config.overlong, seq_length, config.keep, config.deduplicate, config.control_characters
+    )
 
 
-def _remove_leftovers(folder: Path) -> None:
-    """Delete what killed builds left: of this store (its lock is held here) and of others that nobody holds."""
-    for leftover in folder.parent.glob("*.building"):
-        if leftover.stem == folder.name:
-            shutil.rmtree(leftover)
-            continue
-        with _locked(leftover.with_suffix(""), wait=False) as free:
-            if free:
-                shutil.rmtree(leftover, ignore_errors=True)
+def _identity(config: DataConfig, seq_length: int, sources: dict[str, Source], memory: FileMemory) -> dict[str, Any]:
+    """All that decides the content of a store, as JSON values."""
+    settings = config.model_dump(mode="json", exclude=NOT_IDENTITY)
+    if config.validation_source is not None:
+        settings["eval_fraction"] = 0.0
+    return {
+        "format_version": FORMAT_VERSION,
+        "seq_length": seq_length,
+        **settings,
+        "tokenizer": tokenizer_fingerprint(config.tokenizer),
+        "sources": {split: source_fingerprint(source, memory) for split, source in sources.items()},
+    }
 
 
-def _build(
-    folder: Path,
-    identity: dict[str, Any],
-    source: Source,
-    tokenizer: Tokenizer,
-    rules: Rules,
-    progress: Progress | None,
-) -> None:
-    """Write the store beside and rename it to `folder`; the caller holds its lock."""
-    building = folder.with_suffix(".building")
-    dtype = token_dtype(tokenizer.vocab_size)
-    try:
-        building.mkdir()
-        splits = {split: SplitWriter(building / split, dtype) for split in SPLITS}
-        _fill(splits, source, tokenizer, rules, identity["eval_fraction"], progress)
-        if source.fingerprint() != identity["source"]:
-            raise DataError(
-                f"data.source must not change while it is read, got another content of {source.name}; run again"
-            )
-        if not splits["train"].ledger.samples_kept:
-            total = splits["train"].ledger + splits["eval"].ledger
-            raise DataError(
-                f"data.source must leave a sample to train on, got none of {total.documents_in} documents "
-                f"({total.documents_dropped} removed, {splits['eval'].ledger.documents_kept} held out), "
-                f"in {source.name}; add text or lower data.min_tokens or data.eval_fraction"
-            )
-        entries = {split: writer.close() for split, writer in splits.items()}
-        described = {
-            name: getattr(tokenizer, name) for name in ("name", "vocab_size", "eos_id", "pad_id", "fingerprint")
-        }
-        manifest = {
-            **identity,
-            "fingerprint": folder.name,
-            "token_dtype": dtype,
-            "tokenizer": described,
-            "source": {"name": source.name, "fingerprint": identity["source"], "skipped": dict(source.skipped)},
-            "splits": entries,
-        }
-        write_manifest(building, manifest)
-        os.rename(building, folder)
-        sync_folder(folder.parent)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
+def _state(store: TokenStore) -> str:
+    return f"store {state_of(path for path, _ in _listed_files(store.folder, store.manifest))}"
 
 
-def _fill(
-    splits: dict[str, SplitWriter],
-    source: Source,
-    tokenizer: Tokenizer,
-    rules: Rules,
-    eval_fraction: float,
-    progress: Progress | None,
-) -> None:
-    """Read, tokenise, clean and write every document, a batch at a time."""
-    document_id = 0
-    for batch in _batches(source):
-        for document, ids in zip(batch, tokenizer.encode_documents([d.text for d in batch]), strict=True):
-            writer = splits["eval" if held_out(document.text, eval_fraction) else "train"]
-            writer.add(document_id, ids, clean(document.text, len(ids), rules, writer.ledger, document.where))
-            document_id += 1
-        for writer in splits.values():
-            writer.flush()
-        if progress:
-            progress(batch[-1].done, document_id)
-
-
-def _batches(source: Source) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    characters = 0
-    for document in source:
-        batch.append(document)
-        characters += len(document.text)
-        if len(batch) == BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
+def _verify_changed(store: TokenStore, memory: FileMemory) -> None:
+    """Compare the checksums of a store, unless its files are those that were compared before: a changed token would
+    train unnoticed."""
+    state = _state(store)
+    if memory.recall(state) != store.fingerprint:
+        store.verify()
+        memory.remember(state, store.fingerprint)

@@ -1,0 +1,121 @@
+"""What the commands share: arguments, progress bars on stderr, tables on stdout."""
+
+import contextlib
+import logging
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from ms_varlen.checkpoint.run_dir import dotted
+
+people = Console(stderr=True)
+
+RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe in YAML.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Recipe keys to set, e.g. train.steps=20.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+
+
+@contextlib.contextmanager
+def progress_bars() -> Iterator[Progress]:
+    """Progress bars on stderr; none where it is no terminal."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=people, disable=not people.is_terminal) as bars:
+        yield bars
+
+
+def store_bar(bars: Progress) -> Callable[[float, int], None]:
+    """A bar that appears when a token store is built."""
+    tasks: list[Any] = []
+
+    def tell(done: float, documents: int) -> None:
+        if not tasks:
+            tasks.append(bars.add_task("reading", total=100))
+        bars.update(tasks[0], completed=round(100 * done), description=f"{documents} documents read, %")
+
+    return tell
+
+
+class StepBar:
+    """A bar over the steps; where there is no terminal, a line now and then."""
+
+    def __init__(self, bars: Progress, steps: int):
+        self._bars, self._steps = bars, steps
+        self._task = bars.add_task("training", total=steps)
+
+    def __call__(self, metrics: dict[str, Any]) -> None:
+        step, loss = metrics["step"], metrics["loss"]
+        text = f"loss {rounded(loss)}, {metrics['tokens_real'] / metrics['step_ms']:.1f}k real tokens/s"
+        self._bars.update(self._task, completed=step, description=text)
+        if not people.is_terminal and (step % max(self._steps // 20, 1) == 0 or "eval_loss" in metrics):
+            evaluated = f", evaluation loss {rounded(metrics['eval_loss'])}" if "eval_loss" in metrics else ""
+            logging.getLogger("ms_varlen").info("step %d of %d, %s%s", step, self._steps, text, evaluated)
+
+
+def rounded(value: float | None) -> str:
+    """Four decimals, or a dash."""
+    return "-" if value is None else f"{value:.4f}"
+
+
+def finite(value: Any) -> Any:
+    """NaN and infinities as null, which is all that JSON has for them."""
+    if isinstance(value, dict):
+        return {key: finite(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [finite(entry) for entry in value]
+    return None if isinstance(value, float) and value - value != 0 else value
+
+
+def print_table(title: str, rows: dict[str, Any]) -> None:
+    """Names and values; nested ones under dotted names."""
+    table = Table(title=title, title_justify="left", show_header=False, title_style="bold")
+    table.add_column()
+    table.add_column(overflow="fold")
+    for key, value in dotted(rows):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        table.add_row(key, f"{value:,.6g}" if isinstance(value, float) else f"{value:,}" if is_number else str(value))
+    Console().print(table)
+
+
+def print_columns(
+    title: str, head: list[str], rows: Sequence[Sequence[str]], notes: list[str], wide: bool = False
+) -> None:
+    """A table with names in the first column and numbers in the others, or sentences where it is `wide`."""
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+    )
+    for place, heading in enumerate(head):
+        narrow = 22 if wide and place < len(head) - 1 else None
+        justify: Literal["left", "right"] = "right" if place and not wide else "left"
+        table.add_column(heading, justify=justify, overflow="fold", max_width=narrow, no_wrap=not (place or wide))
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+    for note in notes:
+        Console().print(note, markup=False, highlight=False, style="dim", soft_wrap=True)  # a command stays one line
+    Console().print()
+
+
+def advised_command(target: str, overrides: list[str] | None, result: dict[str, Any]) -> str:
+    """What trains a recipe as it is advised, ready for a shell."""
+    return shlex.join(["ms-varlen", "train", target, *(overrides or []), *result["advised_overrides"]])
+
+
+def print_refused(refused: dict[str, str]) -> None:
+    """What is not possible, and why."""
+    for pair, why in refused.items():
+        Console().print(f"not possible here: {pair}: {why}", markup=False, soft_wrap=True)

@@ -1,0 +1,262 @@
+"""Where two layouts of the same samples begin to differ: which kind of batch, then which sample, layer and tensor.
+
+The order is that of the troubleshooting chapter: lengths off and one fixed length, a batch of one, then growing
+variation, and at last the micro-batch that failed; forward before backward. Everything runs in PyNative mode, so that
+nothing is compiled, through the same data path as training: a fault anywhere on it shows here.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor
+
+from ms_varlen.data.dataset import Columns, MicroBatches
+from ms_varlen.data.layouts import IGNORE_INDEX, Layout
+from ms_varlen.data.samples import ArraySamples
+from ms_varlen.diagnose.attention_faults import name_attention_fault
+from ms_varlen.diagnose.lint import lint_batch
+from ms_varlen.errors import VarlenError
+from ms_varlen.graph.shapes import TokenShapes, round_up
+from ms_varlen.lengths import SeqLens
+from ms_varlen.models.decoder import CausalLM, CausalLMLoss
+from ms_varlen.train.graphs import AttentionPath
+from ms_varlen.train.workload import Workload
+
+LOSS_TOLERANCE, GRADIENT_TOLERANCE, TENSOR_TOLERANCE = 2e-5, 1e-4, 1e-4
+MOST_SAMPLES = 4
+FIXED_LENGTH = 48
+TENSORS = ("v", "q", "k", "attention output")
+"""In the order of blame: positions move q and k alone, ids move v as well."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Samples of one rung, and the layout that the mode gives them."""
+
+    rung: str
+    samples: list[np.ndarray]
+    supervised: list[np.ndarray] | None
+    layout: Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """One path's numbers on a batch: loss per token, gradients by name, each layer's q, k, v and output, and its true
+    lengths."""
+
+    loss: float
+    gradients: Mapping[str, np.ndarray]
+    layers: list[dict[str, np.ndarray]]
+    columns: Columns
+    lens: SeqLens
+
+
+class Recorder:
+    """An attention that keeps what went in and out; PyNative only."""
+
+    def __init__(self, path: AttentionPath):
+        self._attend = path.attend
+        self.layers: list[dict[str, np.ndarray]] = []
+
+    def __call__(self, q_TND: Tensor, k_TND: Tensor, v_TND: Tensor, lengths: tuple) -> Tensor:
+        out_TND = self._attend(q_TND, k_TND, v_TND, lengths)
+        named = zip(("q", "k", "v", "attention output"), (q_TND, k_TND, v_TND, out_TND), strict=True)
+        self.layers.append({name: tensor.asnumpy() for name, tensor in named})
+        return out_TND
+
+
+def bisect(
+    workload: Workload,
+    parts: list[np.ndarray],
+    weights: Mapping[str, np.ndarray],
+    ours: AttentionPath,
+    padded: AttentionPath,
+) -> dict[str, Any]:
+    """Find the simplest batch on which the recipe's layout and dense padded rows differ, and where it begins.
+
+    Args:
+        workload: the recipe's.
+        parts: sample ids of the micro-batches of the step that failed.
+        weights: of the model at that step, by name.
+        ours, padded: the two attentions.
+    Returns:
+        `rung` and `stage` where they differ (None where no rung does), `rungs` (all that were tried), `sample`, its
+        `length`, the `lengths` around it, `layer`, `tensor`, `code` of the catalogue, and `text`, all of it in words.
+    """
+    before = ms.get_context("mode")
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    try:
+        tried: list[dict[str, Any]] = []
+        for batch, ids in _rungs(workload, parts):
+            try:
+                stage, found, expected = _compare(workload, batch, weights, ours, padded)
+            except VarlenError as error:
+                found_by_check = {"stage": "batch check", "code": error.code, "text": str(error)}
+                return _report(tried, batch, {"sample": None, "layer": None, "tensor": None, **found_by_check})
+            tried.append({"rung": batch.rung, "differs": stage})
+            if stage is not None:
+                return _report(tried, batch, {"stage": stage, **_locate(batch, ids, found, expected, stage)})
+        return {
+            "rung": None,
+            "rungs": tried,
+            "code": "LOSS-DIFFERS",
+            "text": "no batch differs at equal weights: drift",
+        }
+    finally:
+        ms.set_context(mode=before)
+
+
+def _report(tried: list[dict[str, Any]], batch: Batch, where: dict[str, Any]) -> dict[str, Any]:
+    return {"rung": batch.rung, "rungs": tried, **where}
+
+
+def _rungs(workload: Workload, parts: list[np.ndarray]) -> Iterator[tuple[Batch, np.ndarray]]:
+    """From the simplest batch to the ones that failed, with the sample ids in them."""
+    table, layout, divisor = workload.store.train, workload.layout, workload.recipe.shapes.divisor
+    lengths = np.asarray(table.lengths)
+    ids = np.concatenate(parts)
+    several = ids[: min(MOST_SAMPLES, layout.rows or MOST_SAMPLES)]
+    fixed = max(2, min(FIXED_LENGTH, int(lengths[several].min())))
+    row_length = round_up(fixed, divisor)
+    shapes = TokenShapes("static", several.size * row_length, several.size * row_length, divisor, 2 * several.size)
+    rows = Layout("padded", shapes, max(row_length, layout.seq_length), rows=several.size, row_lengths=(row_length,))
+
+    def cut(chosen: np.ndarray, sizes: list[int]) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+        tokens = [table.gather(chosen[i : i + 1])[:size] for i, size in enumerate(sizes)]
+        masks = [table.gather_supervised(chosen[i : i + 1]) for i in range(len(sizes))]
+        if any(mask is None for mask in masks):
+            return tokens, None
+        return tokens, [mask[:size] for mask, size in zip(masks, sizes, strict=True) if mask is not None]
+
+    growing = [max(2, min(int(length), 2 + 7 * (i + 1))) for i, length in enumerate(lengths[several])]
+    yield Batch("lengths off, one fixed length", *cut(several, [fixed] * several.size), rows), several
+    yield Batch("one sample of a fixed length", *cut(several, [fixed]), layout), several[:1]
+    yield Batch("samples of one length", *cut(several, [fixed] * several.size), layout), several
+    yield Batch("samples of different lengths", *cut(several, growing), layout), several
+    for index, part in enumerate(parts):
+        yield Batch(f"micro-batch {index} of the step", *cut(part, lengths[part].tolist()), layout), part
+
+
+def _compare(
+    workload: Workload, batch: Batch, weights: Mapping[str, np.ndarray], ours: AttentionPath, padded: AttentionPath
+) -> tuple[str | None, Outcome, Outcome]:
+    """The stage that differs on a batch, forward first; None where none does."""
+    found = _run(workload, batch, batch.layout, weights, ours)
+    expected = _run(workload, batch, _dense_layout(batch, workload.recipe.shapes.divisor), weights, padded)
+    if not abs(found.loss - expected.loss) <= LOSS_TOLERANCE:
+        return "forward", found, expected
+    if _first_tensor(found, expected) is not None:
+        return "forward", found, expected
+    scale = max(float(np.linalg.norm(gradient)) for gradient in expected.gradients.values()) or 1.0
+    for name, gradient in expected.gradients.items():
+        size = max(float(np.linalg.norm(gradient)), 1e-3 * scale)
+        if not float(np.linalg.norm(found.gradients[name] - gradient)) <= GRADIENT_TOLERANCE * size:
+            return f"backward ({name})", found, expected
+    return None, found, expected
+
+
+def _dense_layout(batch: Batch, divisor: int) -> Layout:
+    rows, row_length = len(batch.samples), round_up(max(sample.size for sample in batch.samples), divisor)
+    shapes = TokenShapes("static", rows * row_length, rows * row_length, divisor, rows)
+    return Layout("padded", shapes, row_length, rows=rows, row_lengths=(row_length,))
+
+
+def _run(
+    workload: Workload, batch: Batch, layout: Layout, weights: Mapping[str, np.ndarray], path: AttentionPath
+) -> Outcome:
+    recorder = Recorder(path)
+    recipe = workload.recipe
+    net = CausalLM(workload.model_config, recipe.model.max_position_embeddings, recorder, seed=recipe.train.seed)
+    for parameter in net.trainable_params():
+        parameter.set_data(Tensor(weights[parameter.name]))
+    samples = ArraySamples(batch.samples, batch.supervised)
+    columns = MicroBatches(samples, layout, workload.store.pad_id, path.columns).columns(np.arange(len(batch.samples)))
+    names = (*("input_ids", "labels", "position_ids"), *path.declared(workload.shapes))
+    parameters = net.trainable_params()
+    loss = CausalLMLoss(net)
+    value, gradients = ms.value_and_grad(loss, None, parameters)(*(Tensor(columns[name]) for name in names))
+    supervised = max(int((columns["labels"] != IGNORE_INDEX).sum()), 1)
+    return Outcome(
+        loss=float(value.asnumpy()) / supervised,
+        gradients={p.name: g.asnumpy() for p, g in zip(parameters, gradients, strict=True)},
+        layers=recorder.layers[: workload.model_config.num_hidden_layers],
+        columns=columns,
+        lens=layout.place(samples.lengths),
+    )
+
+
+def _first_tensor(found: Outcome, expected: Outcome) -> tuple[int, str, int] | None:
+    """(layer, tensor, place of the sample in the batch) of the first difference over samples' own tokens."""
+    lengths = expected.columns["seq_lens"]
+    for layer, (ours, theirs) in enumerate(zip(found.layers, expected.layers, strict=True)):
+        for tensor in TENSORS:
+            for place, length in enumerate(lengths):
+                a = ours[tensor][found.lens.starts[place] : found.lens.starts[place] + length]
+                b = theirs[tensor][expected.lens.starts[place] : expected.lens.starts[place] + length]
+                if a.shape != b.shape or not np.abs(a - b).max() <= TENSOR_TOLERANCE * max(np.abs(b).max(), 1.0):
+                    return layer, tensor, place
+    return None
+
+
+def _locate(batch: Batch, ids: np.ndarray, found: Outcome, expected: Outcome, stage: str) -> dict[str, Any]:
+    """The sample, layer and tensor where a difference begins, and its code where the pattern is known."""
+    first = _first_tensor(found, expected)
+    lengths = [sample.size for sample in batch.samples]
+    if first is None:
+        finding = next(iter(lint_batch(_lintable(found.columns))), None)
+        tensor = "loss" if stage == "forward" else "gradient"
+        code = finding.code if finding else "LOSS-DIFFERS"
+        detail = finding.text if finding else f"all layers agree, the {tensor} does not"
+        return _where(batch, ids, None, None, tensor, lengths, code, detail)
+    layer, tensor, place = first
+    if layer == 0 and tensor == "v":
+        code, detail = "LEN-ORDER", "the tokens of the sample differ: lengths or rows are in another order"
+    elif layer == 0 and tensor in ("q", "k"):
+        code, detail = "POS-RESET", "the tokens agree, their positions do not"
+    elif tensor == "attention output":
+        ours = found.layers[layer]
+        code, detail = name_attention_fault(
+            ours["q"],
+            ours["k"],
+            ours["v"],
+            ours["attention output"],
+            found.lens.actual_seq_qlen,
+            found.lens.starts,
+            lengths,
+        )
+    else:
+        code, detail = "LOSS-DIFFERS", f"{tensor} differs first in layer {layer}"
+    return _where(batch, ids, place, layer, tensor, lengths, code, detail)
+
+
+def _lintable(columns: Columns) -> Columns:
+    names = ("input_ids", "labels", "position_ids", "seq_lens", "actual_seq_qlen")
+    return {name: columns[name] for name in names if name in columns}
+
+
+def _where(
+    batch: Batch,
+    ids: np.ndarray,
+    place: int | None,
+    layer: int | None,
+    tensor: str,
+    lengths: list[int],
+    code: str,
+    detail: str,
+) -> dict[str, Any]:
+    sample = None if place is None else int(ids[place])
+    around = lengths if place is None else lengths[max(place - 2, 0) : place + 3]
+    at = "" if place is None else f", sample {sample} ({lengths[place]} tokens, lengths around it {around})"
+    in_layer = "" if layer is None else f", layer {layer}"
+    return {
+        "sample": sample,
+        "length": None if place is None else lengths[place],
+        "lengths": around,
+        "layer": layer,
+        "tensor": tensor,
+        "code": code,
+        "text": f"{batch.rung}{at}{in_layer}, {tensor}: {detail}",
+    }

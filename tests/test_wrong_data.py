@@ -1,0 +1,147 @@
+"""Data sets as people bring them, each with one fault: one error that names file, record and field, and no store."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from ms_varlen.data import batches
+from ms_varlen.data.config import DataConfig
+from ms_varlen.data.store import prepare_store
+from ms_varlen.errors import DataError, RecipeError
+from ms_varlen.train.recipe import parse_recipe
+from ms_varlen.train.workload import prepare
+
+GOOD = [{"text": f"text {n}"} for n in range(8)]
+
+
+def written(path: Path, content) -> Path:
+    """A file of bytes, of text, of the lines of objects, or of the columns of a table."""
+    if isinstance(content, dict):
+        pq.write_table(pa.table(content), path)
+    elif isinstance(content, list):
+        path.write_text("".join(json.dumps(record) + "\n" for record in content))
+    elif isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        path.write_text(content)
+    return path
+
+
+def config(source: Path, **settings) -> DataConfig:
+    return DataConfig(
+        source=str(source), tokenizer="bytes", store_dir=str(source.parent / "stores"), eval_fraction=0.0, **settings
+    )
+
+
+WRONG = {
+    "no such field": (
+        "a.jsonl",
+        [{"content": "a", "id": 1}],
+        r"a record must have field 'text'.*, got fields content, id, in .*a.jsonl line 1; rename",
+    ),
+    "no such field later": (
+        "a.jsonl",
+        [*GOOD, {"content": "a"}],
+        r"field 'text' must be there in every record of kind text, got fields content, in .*a.jsonl line 9",
+    ),
+    "mixed kinds": (
+        "a.jsonl",
+        [{"prompt": "a", "completion": "b"}, {"text": "a"}],
+        r"field 'prompt' must be there in every record of kind completion, got fields text, in .*a.jsonl line 2",
+    ),
+    "an empty file": ("a.jsonl", "", r"data.source must hold a record, got none, in .*a.jsonl; fill it"),
+    "blank lines only": ("a.jsonl", "\n \n", r"data.source must hold a record, got none, in .*a.jsonl; fill it"),
+    "invalid JSON in line 3": (
+        "a.jsonl",
+        '{"text": "a"}\n{"text": "b"}\n{"text": "c"\n',
+        r"a line must be a JSON object, got Expecting ',' delimiter.*, in .*a.jsonl line 3; mend or remove the line",
+    ),
+    "one JSON array": (
+        "a.json",
+        json.dumps(GOOD, indent=1),
+        r"a line must be a JSON object, got Expecting value.*, in .*a.json line 1; write one object a line",
+    ),
+    "Parquet without the column": (
+        "a.parquet",
+        {"content": ["a", "b"], "id": [1, 2]},
+        r"a record must have field 'text'.*, got fields content, id, in .*a.parquet row 0; rename",
+    ),
+    "Parquet with a null": (
+        "a.parquet",
+        {"text": ["a", None]},
+        r"field 'text' must be there, got null, in .*a.parquet row 1; mend",
+    ),
+    "wrong encoding": (
+        "a.jsonl",
+        '{"text": "abc"}\n{"text": "Grüße"}\n'.encode("latin-1"),
+        r"a line must be UTF-8, got byte 0xfc at byte 12, in .*a.jsonl line 2; save the file as UTF-8",
+    ),
+    "UTF-16": (
+        "a.jsonl",
+        '{"text": "abc"}\n'.encode("utf-16"),
+        r"a line must be UTF-8, got byte 0xff at byte 0, in .*1;",
+    ),
+    "labels of another length": (
+        "a.jsonl",
+        [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [1, 2, 3], "labels": [1, 2]}],
+        r"field 'labels' must be as long as input_ids \(3\), got 2, in .*a.jsonl line 2; mend",
+    ),
+    "ids of another tokenizer": (
+        "a.jsonl",
+        [{"input_ids": [1, 2, 50000]}],
+        r"input_ids\[2\] must be from 0 to 257, .*, got 50000, in .*a.jsonl line 1; name the tokenizer",
+    ),
+    "only prompts": (
+        "a.jsonl",
+        [{"prompt": "a", "id": 1}],
+        r"field 'completion' must be beside 'prompt', got fields prompt, id, in .*a.jsonl line 1; add",
+    ),
+    "one giant record": (
+        "a.jsonl",
+        [*GOOD, {"text": "a" * 3000}],
+        r"a record must be <= 1000 bytes, got \d+ or more, in .*a.jsonl line 9; write one document a record",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_data_set_is_named_and_leaves_nothing(tmp_path, monkeypatch, name):
+    if name == "one giant record":
+        monkeypatch.setattr(batches, "MAX_RECORD_BYTES", 1000)
+        monkeypatch.setattr("ms_varlen.data.text_files.BATCH_BYTES", 500)
+    file, content, message = WRONG[name]
+    path = written(tmp_path / file, content)
+    with pytest.raises(DataError, match=message) as raised:
+        prepare_store(config(path), 64)
+    assert "\n" not in str(raised.value)
+    left = [entry.suffix for entry in (tmp_path / "stores").glob("*")]
+    assert set(left) <= {".lock", ".json"}, "no store, and none that is half written"
+    good = written(path, {"text": [record["text"] for record in GOOD]} if file.endswith(".parquet") else GOOD)
+    store = prepare_store(config(good), 64)
+    store.verify()
+    assert np.array_equal(store.train.lengths, [7] * 8)
+
+
+def test_a_tokenizer_larger_than_the_models_vocabulary_is_named(tmp_path):
+    recipe = parse_recipe(
+        {
+            "mode": "varlen",
+            "data": config(written(tmp_path / "a.jsonl", GOOD)).model_dump(),
+            "batch": {"token_budget": 64},
+            "shapes": {"kind": "range", "divisor": 16},
+            "model": {
+                "config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 257},
+                "variable_seq_lengths": True,
+                "seq_length": 64,
+                "max_position_embeddings": 64,
+            },
+            "train": {"steps": 1, "learning_rate": 0.01},
+            "checkpoint": {"output_dir": str(tmp_path / "output")},
+        }
+    )
+    with pytest.raises(RecipeError, match=r"model.config.vocab_size must be >= the tokenizer's size \(258\), got 257"):
+        prepare(recipe)
