@@ -138,10 +138,10 @@ def test_hidden_states_and_loss_and_gradients_are_those_of_plain_numpy(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_parameters_are_counted_right_and_fp32(name):
+def test_parameters_have_the_shapes_that_their_config_says_and_are_fp32(name):
     config = make_config(name)
     parameters = CausalLM(config, 16, dense_attend, compute_dtype=ms.float16).trainable_params()
-    assert sum(parameter.size for parameter in parameters) == config.parameter_count()
+    assert {parameter.name: parameter.shape for parameter in parameters} == config.parameter_shapes()
     assert {parameter.dtype for parameter in parameters} == {ms.float32}
 
 

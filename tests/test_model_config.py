@@ -25,6 +25,9 @@ def test_hidden_size_alone_gives_a_whole_decoder():
         "mlp_bias": False,
         "qk_norm": False,
         "initializer_range": 0.02,
+        "rope_scaling": None,
+        "max_position_embeddings": None,
+        "sliding_window": None,
     }
 
 
@@ -64,7 +67,7 @@ def test_a_given_head_dim_is_free_of_the_hidden_size():
         ({"num_hidden_layers": 0}, ("num_hidden_layers",), "greater than 0"),
         ({"hidden_size": 0}, ("hidden_size",), "greater than 0"),
         ({"num_attention_heads": "many"}, ("num_attention_heads",), "valid integer"),
-        ({"architecture": "gpt2"}, ("architecture",), "'llama', 'qwen2' or 'qwen3'"),
+        ({"architecture": "gpt2"}, ("architecture",), "'llama', 'mistral', 'qwen2' or 'qwen3'"),
         ({"hidden": 3}, ("hidden",), "not permitted"),
     ],
 )

@@ -1,1 +1,1 @@
-"""One decoder for the Llama and Qwen families."""
+"""One decoder for the Llama, Mistral and Qwen families."""

@@ -1,11 +1,13 @@
 """What a decoder looks like (`model.config`), and the recipe's `model` section. Imports no MindSpore."""
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from ms_varlen.errors import RecipeError
+from ms_varlen.models.rope import RopeScaling
 
 _STAND_IN = {"architecture": "llama", "hidden_size": 64, "num_attention_heads": 1}
 """For a field that was refused already, so that what derives from it adds no second fault."""
@@ -40,13 +42,15 @@ def _derived(description: str, **rules: Any) -> Any:
 class DecoderConfig(BaseModel):
     """One decoder, under the names of a Hugging Face `config.json`.
 
-    `architecture` decides what the other fields default to: qwen2 has biases on q, k and v, qwen3 normalises q and k.
+    `architecture` decides what the other fields default to: qwen2 has biases on q, k and v, qwen3 normalises q and k;
+    llama and mistral are the same net. `max_position_embeddings` and `sliding_window` are limits that a pretrained
+    model brings along: a recipe's `seq_length` may not exceed them, and nothing else reads them.
     A field that is left out or null, and has its default in `_DEFAULTS`, is derived from the fields above it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    architecture: Literal["llama", "qwen2", "qwen3"] = "llama"
+    architecture: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
     hidden_size: int = Field(gt=0)
     num_hidden_layers: int = Field(default=4, gt=0)
     num_attention_heads: int = _derived("default: hidden_size // 64", gt=0)
@@ -61,6 +65,11 @@ class DecoderConfig(BaseModel):
     mlp_bias: bool = False
     qk_norm: bool = _derived("RMS norm of each query and key head; default: qwen3 only")
     initializer_range: float = Field(default=0.02, ge=0, description="standard deviation of the initial weights")
+    rope_scaling: RopeScaling | None = None
+    max_position_embeddings: int | None = Field(default=None, gt=0, description="positions a pretrained model has")
+    sliding_window: int | None = Field(
+        default=None, gt=0, description="tokens that a pretrained model's attention sees"
+    )
 
     @field_validator(*_DEFAULTS, mode="before")
     @classmethod
@@ -103,23 +112,43 @@ class DecoderConfig(BaseModel):
             raise RecipeError(
                 [
                     f"model.config.vocab_size must be >= the tokenizer's size ({tokenizer_size}), "
-                    f"got {self.vocab_size}; leave it out or raise it"
+                    f"got {self.vocab_size}; use the tokenizer of the model, or leave vocab_size out or raise it"
                 ]
             )
         return self
 
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of each weight, a tied one once; `vocab_size` must be known."""
+        assert self.vocab_size is not None, "with_vocab_size comes first"
+        hidden, inner = self.hidden_size, self.intermediate_size
+        queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        layer: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
+        for name, outputs, inputs, has_bias in (
+            ("self_attn.q_proj", queries, hidden, self.attention_bias),
+            ("self_attn.k_proj", keys, hidden, self.attention_bias),
+            ("self_attn.v_proj", keys, hidden, self.attention_bias),
+            ("self_attn.o_proj", hidden, queries, self.attention_output_bias),
+            ("mlp.gate_proj", inner, hidden, self.mlp_bias),
+            ("mlp.up_proj", inner, hidden, self.mlp_bias),
+            ("mlp.down_proj", hidden, inner, self.mlp_bias),
+        ):
+            layer[f"{name}.weight"] = (outputs, inputs)
+            if has_bias:
+                layer[f"{name}.bias"] = (outputs,)
+        if self.qk_norm:
+            layer |= {f"self_attn.{name}_norm.weight": (self.head_dim,) for name in "qk"}
+        layer["post_attention_layernorm.weight"] = (hidden,)
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
+        for i in range(self.num_hidden_layers):
+            shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+        shapes["model.norm.weight"] = (hidden,)
+        if not self.tie_word_embeddings:
+            shapes["lm_head.weight"] = (self.vocab_size, hidden)
+        return shapes
+
     def parameter_count(self) -> int:
         """The number of weights, tied ones once; `vocab_size` must be known."""
-        assert self.vocab_size is not None, "with_vocab_size comes first"
-        queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        attention = 2 * self.hidden_size * (queries + keys)
-        attention += self.attention_bias * (queries + 2 * keys) + self.attention_output_bias * self.hidden_size
-        attention += self.qk_norm * 2 * self.head_dim
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        mlp += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
-        layers = self.num_hidden_layers * (attention + mlp + 2 * self.hidden_size)
-        embeddings = (1 if self.tie_word_embeddings else 2) * self.vocab_size * self.hidden_size
-        return layers + embeddings + self.hidden_size
+        return sum(math.prod(shape) for shape in self.parameter_shapes().values())
 
 
 class ModelConfig(BaseModel):
@@ -127,7 +156,12 @@ class ModelConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    config: DecoderConfig
+    config: DecoderConfig = Field(description="a mapping; or the path of a Hugging Face config.json or its folder")
+    init_from: str | None = Field(
+        default=None,
+        description="weights to begin with: a folder of safetensors files with Hugging Face names, or a checkpoint "
+        "folder step_NNNNNNNN of any mode; null: random ones",
+    )
     variable_seq_lengths: bool = Field(description="attention follows the carried lengths")
     seq_length: int = Field(gt=0, description="the longest sequence, in tokens")
     max_position_embeddings: int = Field(gt=0, description="positions the model has, in tokens")

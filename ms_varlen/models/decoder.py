@@ -1,10 +1,11 @@
-"""A causal decoder on flat tokens: Llama, Qwen2 and Qwen3.
+"""A causal decoder on flat tokens: Llama, Mistral, Qwen2 and Qwen3.
 
 Axes: `T` tokens, `H` hidden size, `N` heads, `D` head size, `V` vocabulary. There is no batch axis: a token knows its
 position, and only attention looks at lengths. Parameters are fp32 under their Hugging Face names and are cast to the
 compute dtype where they are used, so a checkpoint of one is a checkpoint of the other.
 """
 
+import functools
 import zlib
 from collections.abc import Callable
 
@@ -13,6 +14,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from ms_varlen.models.config import DecoderConfig
+from ms_varlen.models.rope import rotary_frequencies
 from ms_varlen.ops.activation import swiglu
 from ms_varlen.ops.loss import linear_cross_entropy
 from ms_varlen.ops.norm import rms_norm
@@ -124,7 +126,7 @@ class DecoderLayer(nn.Cell):
 
 def rotary_tables(config: DecoderConfig, positions: int) -> tuple[np.ndarray, np.ndarray]:
     """Cosines and sines [positions, D/2] fp32 (host), computed in float64."""
-    frequencies = config.rope_theta ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
+    frequencies = rotary_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
     angles = np.outer(np.arange(positions), frequencies)
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
@@ -177,6 +179,7 @@ class CausalLM(nn.Cell):
         compute_dtype: float32, float16 or bfloat16; norms and the loss compute in fp32 always.
         recompute: compute each layer again in the backward pass, which keeps only the layers' inputs in memory.
         seed: of the initial weights.
+        initial: ``initial(name, shape)`` gives a parameter's first value, fp32 (host); by default random, of `seed`.
     """
 
     def __init__(
@@ -187,14 +190,16 @@ class CausalLM(nn.Cell):
         compute_dtype: ms.dtype = ms.float32,
         recompute: bool = False,
         seed: int = 0,
+        initial: Callable[[str, tuple[int, ...]], np.ndarray] | None = None,
     ):
         super().__init__()
         self.model = DecoderStack(config, max_position_embeddings, attend, compute_dtype, recompute)
         self.tied = config.tie_word_embeddings
         if not self.tied:
             self.lm_head = Linear(config.hidden_size, self.model.embed_tokens.weight.shape[0], has_bias=False)
+        initial = initial or functools.partial(initial_value, std=config.initializer_range, seed=seed)
         for name, parameter in self.parameters_and_names():
-            parameter.set_data(Tensor(initial_value(name, parameter.shape, config.initializer_range, seed)))
+            parameter.set_data(Tensor(initial(name, parameter.shape)))
 
     @property
     def output_weight(self) -> Parameter:
