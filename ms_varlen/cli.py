@@ -7,30 +7,40 @@ Exit status 0 only when all is well; 1 for a fault that the message explains, 2 
 logs are for people; with `--json` one object goes to stdout and nothing else.
 """
 
-import contextlib
 import json
 import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.logging import RichHandler
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
-from ms_varlen.checkpoint.run_dir import dotted, make_output_dir
+from ms_varlen import cli_checks
+from ms_varlen.console import (
+    Json,
+    Overrides,
+    RecipeArgument,
+    StepBar,
+    advised_command,
+    people,
+    print_columns,
+    print_refused,
+    print_table,
+    progress_bars,
+    rounded,
+    store_bar,
+)
 from ms_varlen.errors import VarlenError
 from ms_varlen.train.recipe import load_recipe, recipe_schema
 
 HELP = """Train language models on sequences of very different lengths: look, plan, train, align.
 
 \b
+ms-varlen doctor recipes/quickstart.yaml
+ms-varlen data pydoc
 ms-varlen stats pydoc
 ms-varlen plan recipes/quickstart.yaml
 ms-varlen train recipes/quickstart.yaml train.steps=20
@@ -40,13 +50,7 @@ Exit status 0 only when all is well, 1 for a fault that the message explains, 2 
 """
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=HELP)
-people = Console(stderr=True)
-
-RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe in YAML.")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Recipe keys to set, e.g. train.steps=20.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+cli_checks.register(app)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,6 +78,8 @@ def main(argv: list[str] | None = None) -> int:
         if debug:
             raise
         people.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        if isinstance(error, VarlenError) and error.code not in (None, "RECIPE"):
+            people.print(f"[{error.code}] ms-varlen doctor --explain {error.code}", markup=False, highlight=False)
         return 1
     return 0
 
@@ -102,9 +108,11 @@ def train_command(recipe: RecipeArgument, overrides: Overrides = None, as_json: 
     from ms_varlen.diagnose.report import write_report
     from ms_varlen.train.run import train
 
-    with _progress() as bars:
-        store, steps = _store_bar(bars), _StepBar(bars, loaded.train.steps)
+    with progress_bars() as bars:
+        store, steps = store_bar(bars), StepBar(bars, loaded.train.steps)
         summary = train(loaded, steps, store)
+    if summary["rank"] > 0:
+        return  # rank 0 writes and tells
     summary["report"] = str(write_report(Path(summary["run_folder"])))
     if as_json:
         print(json.dumps(summary, allow_nan=False))
@@ -112,21 +120,21 @@ def train_command(recipe: RecipeArgument, overrides: Overrides = None, as_json: 
         shown = {
             "mode": loaded.mode,
             "steps": summary["step"],
-            "loss": _rounded(summary["loss"]),
-            "evaluation loss": _rounded(summary.get("eval_loss")),
+            "loss": rounded(summary["loss"]),
+            "evaluation loss": rounded(summary.get("eval_loss")),
             "skipped steps": summary.get("skipped_steps", 0),
             "graphs compiled": summary["graphs_compiled"],
             "run folder": summary["run_folder"],
             "report": summary["report"],
         }
-        _print_table("trained", shown)
+        print_table("stopped and saved" if summary.get("stopped") else "trained", shown)
     raise typer.Exit(1 if summary.get("skipped") else 0)
 
 
 @app.command("stats")
 def stats_command(
     target: Annotated[
-        str, typer.Argument(metavar="SOURCE|RECIPE", help="What data.source takes (pydoc, a .jsonl file), or a .yaml.")
+        str, typer.Argument(metavar="SOURCE|RECIPE", help="What data.source takes (pydoc, files, a folder), or a .yaml.")
     ],
     overrides: Overrides = None,
     tokenizer: Annotated[str | None, typer.Option(help="For a SOURCE: as data.tokenizer; default bytes.")] = None,
@@ -141,16 +149,49 @@ def stats_command(
     from ms_varlen.diagnose.stats import corpus_stats, stats_recipe
 
     recipe = stats_recipe(target, tokenizer, seq_length, overrides or [])
-    with _progress() as bars:
-        result = corpus_stats(target, recipe, _store_bar(bars))
+    with progress_bars() as bars:
+        result = corpus_stats(target, recipe, store_bar(bars))
+    result["advised_command"] = advised_command(target, overrides, result)
     if report is not None:
         result["report"] = str(write_stats_page(result, report))
     if as_json:
         print(json.dumps(result, allow_nan=False))
         return
     for table in stats_tables(result):
-        _print_columns(table.title, list(table.head), table.rows, list(table.notes), table.wide)
-    _print_refused(result["refused"])
+        print_columns(table.title, list(table.head), table.rows, list(table.notes), table.wide)
+    print_refused(result["refused"])
+
+
+@app.command("data")
+def data_command(
+    target: Annotated[
+        str, typer.Argument(metavar="SOURCE|RECIPE", help="What data.source takes (pydoc, files, a folder), or a .yaml.")
+    ],
+    overrides: Overrides = None,
+    tokenizer: Annotated[str | None, typer.Option(help="For a SOURCE: as data.tokenizer; default bytes.")] = None,
+    seq_length: Annotated[
+        int | None, typer.Option(min=2, help="For a SOURCE: most tokens of a sample; default 2048.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="HTML page to write.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what a corpus holds and what becomes of it: kinds, what is removed or cut with examples, lengths."""
+    from rich.markup import escape
+
+    from ms_varlen.diagnose.data_report import data_report, data_tables, example_tables, write_data_page
+    from ms_varlen.diagnose.stats import stats_recipe
+
+    recipe = stats_recipe(target, tokenizer, seq_length, overrides or [])
+    with progress_bars() as bars:
+        result = data_report(target, recipe, store_bar(bars))
+    if report is not None:
+        result["report"] = str(write_data_page(result, report))
+    if as_json:
+        print(json.dumps(result, allow_nan=False))
+        return
+    for table in [*data_tables(result), *example_tables(result)]:
+        rows = [[escape(cell) for cell in row] for row in table.rows]
+        print_columns(table.title, list(table.head), rows, list(table.notes), table.wide)
 
 
 @app.command("plan")
@@ -167,196 +208,49 @@ def plan_command(
     from ms_varlen.diagnose.stats import plan_advice
     from ms_varlen.train.workload import describe_plan, prepare
 
-    with _progress() as bars:
-        workload = prepare(loaded, _store_bar(bars), world_size)
+    with progress_bars() as bars:
+        workload = prepare(loaded, store_bar(bars), world_size)
     plan = describe_plan(workload) | plan_advice(loaded, workload.store, world_size)
+    plan["advised_command"] = advised_command(str(recipe), overrides, plan)
     if report is not None:
         plan["report"] = str(write_plan_page(recipe.name, workload, plan, report))
     if as_json:
         print(json.dumps(plan, allow_nan=False))
         return
     lengths = {key: value for key, value in plan["lengths"].items() if key != "histogram"}
-    _print_table("lengths of the training samples, tokens", lengths)
-    _print_table("documents and tokens in cleaning", plan["cleaning"])
+    print_table("lengths of the training samples, tokens", lengths)
+    print_table("documents and tokens in cleaning", plan["cleaning"])
     shown_apart = ("lengths", "cleaning", "ledger", "modes", "shares", "windows", "advice", "refused")
-    _print_table("plan of the first epoch", {key: value for key, value in plan.items() if key not in shown_apart})
+    elsewhere = ("advised_overrides", "advised_command", "decided_by", "calibration_note", "planned_on_samples")
+    shown = {key: value for key, value in plan.items() if key not in (*shown_apart, *elsewhere)}
+    print_table("plan of the first epoch", shown)
     for table in plan_tables(plan):
-        _print_columns(table.title, list(table.head), table.rows, list(table.notes), table.wide)
-    _print_refused(plan["refused"])
+        print_columns(table.title, list(table.head), table.rows, list(table.notes), table.wide)
+    print_refused(plan["refused"])
 
 
-@app.command("align")
-def align_command(
+@app.command("mindformers-recipe")
+def mindformers_recipe_command(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 100,
-    tolerance: Annotated[
-        float | None,
-        typer.Option(
-            help="Largest difference of a step's loss, in nats; default 2e-5 on a CPU (fp32), 1e-3 on Ascend (bf16)."
-        ),
-    ] = None,
-    report: Annotated[
-        Path | None, typer.Option(help="HTML page to write; default align.html in checkpoint.output_dir.")
-    ] = None,
-    as_json: Json = False,
+    family: Annotated[str, typer.Option(help="Model of MindFormers: qwen3 (its core) or llama (legacy).")] = "qwen3",
+    data_parallel: Annotated[int, typer.Option(min=1, help="Devices with rows of their own.")] = 1,
+    model_parallel: Annotated[int, typer.Option(min=1, help="Devices that share each layer.")] = 1,
+    pipeline_stage: Annotated[int, typer.Option(min=1, help="Groups of layers on devices of their own.")] = 1,
+    output: Annotated[Path | None, typer.Option(help="YAML file to write; default: stdout.")] = None,
 ) -> None:
-    """Compare the recipe's mode with dense padded attention, step by step; exit status 1 when they differ."""
-    loaded = load_recipe(recipe, overrides or [])
-    from ms_varlen.diagnose.align import align
-    from ms_varlen.diagnose.alignment import save_alignment
-    from ms_varlen.diagnose.report import write_align_report
+    """Turn a recipe into a YAML for MindFormers' Trainer, with our loader in it."""
+    from ms_varlen.bridge.recipes import Devices, write_mindformers_recipe
 
-    make_output_dir(loaded.checkpoint.output_dir)
-    with _progress() as bars:
-        store, bar = _store_bar(bars), bars.add_task("aligning", total=steps)
-        result = align(
-            loaded,
-            steps,
-            lambda step, loss, padded: bars.update(
-                bar, completed=step, description=f"loss {loss:.4f}, difference {abs(loss - padded):.1e}"
-            ),
-            tolerance,
-            store,
-        )
-    path = write_align_report(result, report or loaded.checkpoint.output_dir / "align.html")
-    save_alignment(loaded, result)
-    result["report"] = str(path)
-    if as_json:
-        print(json.dumps(_finite(result), allow_nan=False))
-    else:
-        shown = {key: value for key, value in result.items() if not isinstance(value, list | dict)}
-        _print_table("aligned" if result["passed"] else "NOT aligned", shown)
-    raise typer.Exit(0 if result["passed"] else 1)
-
-
-@app.command("bench")
-def bench_command(
-    recipe: RecipeArgument,
-    overrides: Overrides = None,
-    modes: Annotated[
-        str | None, typer.Option(help="Ways of our own to compare, by comma; default all of them.")
-    ] = None,
-    peers: Annotated[str, typer.Option(help="Others to compare with, by comma: torch, mindformers.")] = "",
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 12,
-    warmup: Annotated[int, typer.Option(min=1, help="Steps before them, not timed.")] = 2,
-    report: Annotated[Path | None, typer.Option(help="HTML page to write; default bench.html in output_dir.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Compare modes, shapes and other frameworks on the recipe's steps, in turns; exit status 1 when one fails."""
-    loaded = load_recipe(recipe, overrides or [])
-    from ms_varlen.diagnose.bench import BenchSettings, bench
-    from ms_varlen.diagnose.bench_contenders import OURS
-    from ms_varlen.diagnose.bench_report import bench_tables, write_bench_report
-
-    settings = BenchSettings(
-        modes.split(",") if modes else list(OURS), peers.split(",") if peers else [], steps, warmup
-    )
-    with _progress() as bars:
-        bar = bars.add_task("bench", total=steps + warmup)
-        result = bench(loaded, settings, lambda done: bars.update(bar, completed=done), _store_bar(bars))
-    result["report"] = str(write_bench_report(result, report or loaded.checkpoint.output_dir / "bench.html"))
-    if as_json:
-        print(json.dumps(_finite(result), allow_nan=False))
-    else:
-        for table in bench_tables(result, short=True):
-            _print_columns(table.title, table.head, table.rows, table.notes, wide=not table.notes)
-        Console().print(f"report: {result['report']}", soft_wrap=True)
-    raise typer.Exit(1 if any("error" in row for row in result["contenders"].values()) else 0)
+    devices = Devices(data_parallel, model_parallel, pipeline_stage)
+    text = write_mindformers_recipe(load_recipe(recipe, overrides or []), family, devices, output)
+    print(text if output is None else f"written: {output}", end="\n" if output else "")
 
 
 @app.command("schema")
 def schema_command() -> None:
     """Print the JSON schema of a recipe, for editors."""
     print(json.dumps(recipe_schema(), indent=2))
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Progress]:
-    """Progress bars on stderr; none where it is no terminal."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=people, disable=not people.is_terminal) as bars:
-        yield bars
-
-
-def _store_bar(bars: Progress) -> Callable[[float, int], None]:
-    """A bar that appears when a token store is built."""
-    tasks: list[Any] = []
-
-    def tell(done: float, documents: int) -> None:
-        if not tasks:
-            tasks.append(bars.add_task("reading", total=100))
-        bars.update(tasks[0], completed=round(100 * done), description=f"{documents} documents read, %")
-
-    return tell
-
-
-class _StepBar:
-    """A bar over the steps; where there is no terminal, a line now and then."""
-
-    def __init__(self, bars: Progress, steps: int):
-        self._bars, self._steps = bars, steps
-        self._task = bars.add_task("training", total=steps)
-
-    def __call__(self, metrics: dict[str, Any]) -> None:
-        step, loss = metrics["step"], metrics["loss"]
-        text = f"loss {_rounded(loss)}, {metrics['tokens_real'] / metrics['step_ms']:.1f}k real tokens/s"
-        self._bars.update(self._task, completed=step, description=text)
-        if not people.is_terminal and (step % max(self._steps // 20, 1) == 0 or "eval_loss" in metrics):
-            evaluated = f", evaluation loss {_rounded(metrics['eval_loss'])}" if "eval_loss" in metrics else ""
-            logging.getLogger("ms_varlen").info("step %d of %d, %s%s", step, self._steps, text, evaluated)
-
-
-def _rounded(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
-
-
-def _finite(value: Any) -> Any:
-    """NaN and infinities as null, which is all that JSON has for them."""
-    if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and value - value != 0 else value
-
-
-def _print_table(title: str, rows: dict[str, Any]) -> None:
-    table = Table(title=title, title_justify="left", show_header=False, title_style="bold")
-    table.add_column()
-    table.add_column(overflow="fold")
-    for key, value in dotted(rows):
-        table.add_row(key, f"{value:.6g}" if isinstance(value, float) else str(value))
-    Console().print(table)
-
-
-def _print_columns(
-    title: str, head: list[str], rows: Sequence[Sequence[str]], notes: list[str], wide: bool = False
-) -> None:
-    """A table with names in the first column and numbers in the others, or sentences where it is `wide`."""
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
-    )
-    for place, heading in enumerate(head):
-        narrow = 22 if wide and place < len(head) - 1 else None
-        justify: Literal["left", "right"] = "right" if place and not wide else "left"
-        table.add_column(heading, justify=justify, overflow="fold", max_width=narrow, no_wrap=not (place or wide))
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
-    for note in notes:
-        Console().print(note, markup=False, highlight=False, style="dim")
-    Console().print()
-
-
-def _print_refused(refused: dict[str, str]) -> None:
-    for pair, why in refused.items():
-        Console().print(f"not possible here: {pair}: {why}", markup=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -139,19 +139,26 @@ def align_command(
     tolerance: Annotated[
         float | None,
         typer.Option(
-            help="Largest difference of a step's loss, in nats; default 2e-5 on a CPU (fp32), 1e-3 on Ascend (bf16)."
+            help="Largest difference of a step's loss, in nats; default from the noise floor that is measured, 2e-5 to "
+            "1e-3 on a CPU (fp32), 1e-3 on Ascend (bf16)."
         ),
     ] = None,
     start_from: Annotated[
         Path | None,
         typer.Option("--from", help="Checkpoint of any mode, step_NNNNNNNN, that both sides begin with; default none."),
     ] = None,
+    against: Annotated[
+        Literal["padded", "bucketed", "packed", "varlen"], typer.Option(help="The layout to compare with.")
+    ] = "padded",
     report: Annotated[
         Path | None, typer.Option(help="HTML page to write; default align.html in checkpoint.output_dir.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare the recipe's mode with dense padded attention, step by step; exit status 1 when they differ."""
+    """Compare the recipe's mode with another, step by step, dense padded attention by default.
+
+    Where they differ, says on which kind of batch, sample, layer and tensor it begins. Exit status 1 when they differ.
+    """
     loaded = load_recipe(recipe, overrides or [])
     from ms_varlen.diagnose.align import align
     from ms_varlen.diagnose.alignment import save_alignment
@@ -169,6 +176,7 @@ def align_command(
             tolerance,
             store,
             start_from,
+            against,
         )
     path = write_align_report(result, report or loaded.checkpoint.output_dir / "align.html")
     save_alignment(loaded, result)
@@ -178,6 +186,8 @@ def align_command(
     else:
         shown = {key: value for key, value in result.items() if not isinstance(value, list | dict)}
         print_table("aligned" if result["passed"] else "NOT aligned", shown)
+        if result["bisect"]:
+            print_table("where it begins", result["bisect"])
     raise typer.Exit(0 if result["passed"] else 1)
 
 

@@ -10,12 +10,14 @@ class VarlenError(ValueError):
 
     Args:
         message: see above.
-        code: of the fault's entry in the catalogue (`ms_varlen.catalogue`), where it has one.
+        code: of the fault's entry in the catalogue (`ms_varlen.catalogue`); by default the one of the class.
     """
+
+    default_code: str | None = None
 
     def __init__(self, message: str, code: str | None = None):
         super().__init__(message)
-        self.code = code
+        self.code = code or self.default_code
 
 
 class RecipeError(VarlenError):
@@ -39,14 +41,22 @@ class LengthsError(VarlenError):
 class ShapesError(VarlenError):
     """A size that the declared shapes do not allow."""
 
+    default_code = "SHAPE-RANGE"
+
 
 class DataError(VarlenError):
     """A source, a sample or a token store that cannot be used."""
+
+    default_code = "DATA-SOURCE"
 
 
 class CheckpointError(VarlenError):
     """A checkpoint that cannot be read, or that belongs to another run."""
 
+    default_code = "CKPT-RECIPE"
+
 
 class RanksError(VarlenError):
     """Ranks of one run that do not agree, or of which one is gone."""
+
+    default_code = "RANK-DIFFERS"

@@ -6,11 +6,11 @@ import pytest
 from mindspore import Tensor, nn, ops
 from naive_attention import HALF, N, mode, naive, qkvw
 
-from ms_varlen.errors import RecipeError
+from ms_varlen.errors import LengthsError, RecipeError
 from ms_varlen.lengths import SeqLens
 from ms_varlen.ops import ascend_attention, body
 from ms_varlen.ops.attention import attention_columns, attention_inputs, check_attention_limits, varlen_attention
-from ms_varlen.testing.flash_attention import flash_attention_score
+from ms_varlen.testing.flash_attention import flash_attention_score, move_to_device
 
 
 @pytest.fixture
@@ -52,6 +52,17 @@ def test_ascend_body_through_the_emulator(dtype, ascend_body, monkeypatch):
         "input_layout": "TND",
         "sparse_mode": 3,
     }
+
+
+def test_ends_that_were_moved_to_the_device_are_refused(ascend_body, monkeypatch):
+    monkeypatch.setattr(ascend_attention.ops, "flash_attention_score", flash_attention_score)
+    lens = SeqLens.packed([3, 5], seq_length=8)
+    q, k, v = (Tensor(x).astype(ms.float16) for x in qkvw(8, size=16)[:3])
+    ends = attention_inputs(attention_columns(lens, "ascend"), "ascend")
+    varlen_attention(q, k, v, ends)
+    with pytest.raises(LengthsError, match="must stay on the host") as error:
+        varlen_attention(q, k, v, (move_to_device(ends[0]),))
+    assert error.value.code == "LEN-DEVICE"
 
 
 @pytest.mark.parametrize(

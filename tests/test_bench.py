@@ -10,15 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ms_varlen.diagnose import bench_ranks
 from ms_varlen.diagnose import bench_results as results
-from ms_varlen.diagnose.bench import CALIBRATION_FILE, BenchSettings, bench
+from ms_varlen.diagnose.bench import CALIBRATION_FILE, bench
+from ms_varlen.diagnose.bench_arena import EQUAL_REPEATS, BenchSettings
 from ms_varlen.diagnose.bench_contenders import (
+    EQUAL,
     OURS,
     RATE,
     Contender,
     bench_workload,
     contender_workload,
+    in_buckets,
+    in_packs,
     in_rows,
+    middle_step,
     step_parts,
 )
 from ms_varlen.diagnose.bench_process import Worker, WorkerError, peak_rss_mb
@@ -29,7 +35,7 @@ from ms_varlen.train.recipe import parse_recipe
 from ms_varlen.train.schedule import learning_rate
 
 LOSS_TOLERANCE = 1e-5
-"""fp32, two layouts of the same samples, three steps of a tiny model."""
+"""fp32, two layouts of the same samples, two steps of a tiny model."""
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +93,27 @@ def test_speeds_are_real_tokens_by_seconds_of_each_step():
 def test_flop_limit_is_padded_over_real_work():
     work = results.Work(CostModel(linear=10.0, quadratic=2.0), head_token=4.0)
     # Two rows of 4 for samples of 1 and 3: 8 * 10 + (16 + 16) * 2 = 144 against 4 * 10 + (1 + 9) * 2 = 60.
-    padded = {0: {"seconds": 3.0, "tokens_computed": 8, "squared_tokens": 32, "tokens_supervised": 2}}
-    limit = results.flop_limit(padded, [np.array([1, 3])], work)
-    assert limit == {"by_step": {0: 2.4}, "limit": 2.4, "limit_without_pad_logits": (144 - 6 * 4) / 60}
-    assert results.share_of_limit(seconds(1.5), padded, limit) == pytest.approx(2.0 / 2.4)
+    step = {"seconds": 3.0, "tokens_computed": 8, "squared_tokens": 32, "tokens_with_logits": 2}
+    limit = results.flop_limit({0: step}, [np.array([1, 3])], work)
+    # Two of four real tokens have a loss, and only those get logits, in rows as without padding.
+    computable = (144 - 6 * 4) / (60 - 2 * 4)
+    assert limit == {
+        "limit": 2.4,
+        "computable_limit": computable,
+        "by_step": {0: 2.4},
+        "computable_by_step": {0: computable},
+    }
+    assert results.share_of_limit(seconds(1.5), {0: step}, limit["by_step"]) == pytest.approx(2.0 / 2.4)
+    assert results.share_of_limit({}, {0: step}, limit["by_step"]) is None
     assert results.rate_share(seconds(0.5), [60.0], 240.0) == 0.5
+    all_logits = {0: {**step, "tokens_with_logits": 8}}
+    assert results.flop_limit(all_logits, [np.array([1, 3])], work)["computable_limit"] == 2.4
+
+
+def test_groups_are_compared_by_the_contender_that_both_ran():
+    # Beside it the reference took twice the time that it took in the first group, so half of its seconds count.
+    found = results.as_beside(seconds(8.0, 9.0), seconds(2.0, 3.0, 4.0), seconds(1.0, 1.0))
+    assert found == {0: {"seconds": 4.0}, 1: {"seconds": 3.0}}
 
 
 @given(
@@ -136,12 +158,35 @@ def test_rows_are_dealt_so_that_few_are_empty():
     assert [[ids.size for ids in step] for step in in_rows([[np.arange(40)]])] == [[10, 10, 10, 10]]
 
 
+def test_packs_and_buckets_hold_every_sample_once():
+    lengths, ids = np.array([0, 0, 30, 64, 10, 33, 20]), np.array([2, 3, 4, 5, 6])
+    packs = in_packs(ids, lengths, 64)
+    assert sorted(map(sorted, (pack.tolist() for pack in packs))) == [[2, 5], [3], [4, 6]]
+    buckets = in_buckets(ids, lengths, np.array([16, 32, 64]))
+    assert [bucket.tolist() for bucket in buckets] == [[4], [2, 6], [3, 5]]
+
+
+def test_middle_step_is_the_median_and_its_static_graph_has_its_very_size(workload):
+    parts = step_parts(workload, 3)
+    lengths = np.asarray(workload.store.train.lengths)
+    tokens = [int(lengths[step[0]].sum()) for step in parts]
+    middle = middle_step(workload, parts)
+    assert tokens[middle] == sorted(tokens)[1]
+    ranged, static = (contender_workload(name, workload, parts)[0] for name in ("varlen_range", EQUAL))
+    assert static.shapes.kind == "static"
+    assert static.shapes.max == ranged.layout.place(lengths[parts[middle][0]]).tokens
+
+
 def test_every_contender_lays_out_the_same_samples(workload):
     parts = step_parts(workload, 3)
     ids = [np.concatenate(step).tolist() for step in parts]
     for name in OURS:
         laid_out, own_parts = contender_workload(name, workload, parts)
-        assert [np.concatenate(step).tolist() for step in own_parts] == ids
+        found = [np.concatenate(step).tolist() for step in own_parts]
+        if name.startswith(("packed", "bucketed")):  # these choose their own order within a step
+            assert list(map(sorted, found)) == list(map(sorted, ids))
+        else:
+            assert found == ids
         for step in own_parts:
             for micro_batch in step:
                 lens = laid_out.layout.place(np.asarray(workload.store.train.lengths)[micro_batch])
@@ -158,8 +203,8 @@ def test_every_contender_lays_out_the_same_samples(workload):
 
 
 def test_bench_refuses_what_it_does_not_know(values):
-    with pytest.raises(RecipeError, match=r"--modes: must be among varlen_range, .*, got bucketed"):
-        BenchSettings(["bucketed"], [], 1, 1)
+    with pytest.raises(RecipeError, match=r"--modes: must be among varlen_range, .*, got windowed"):
+        BenchSettings(["windowed"], [], 1, 1)
     with pytest.raises(RecipeError, match=r"--peers: must be among torch, mindformers, got jax"):
         BenchSettings(["varlen_range"], ["jax"], 1, 1)
     with pytest.raises(RecipeError, match=r"--modes: must hold varlen_range"):
@@ -170,14 +215,38 @@ def test_bench_refuses_what_it_does_not_know(values):
         bench_workload(parse_recipe(padded))
 
 
+def test_groups_share_nothing_but_the_main_contender(monkeypatch):
+    monkeypatch.setattr(Contender, "missing", property(lambda contender: "torch" in contender.needs))
+    settings = BenchSettings(["varlen_range", "padded"], ["torch", "mindformers"], steps=5, warmup=2)
+    assert settings.groups() == {
+        "ours": ["varlen_range", "padded"],
+        "mindformers_batch": ["varlen_range", "mindformers_batch"],
+        "mindformers_padded": ["varlen_range", "mindformers_padded"],
+    }
+    assert [settings.rounds(group) for group in settings.groups()] == [7, 7, 5]
+    assert settings.all_rounds == 19
+    assert BenchSettings(["varlen_range", "varlen_recompile"], [], steps=5, warmup=1).rounds("ours") == 6
+
+
+def test_help_names_every_mode_and_gives_an_example(monkeypatch):
+    from typer.testing import CliRunner
+
+    from ms_varlen.cli import app
+
+    monkeypatch.setenv("COLUMNS", "300")
+    shown = CliRunner().invoke(app, ["bench", "--help"]).output
+    assert all(re.search(rf"\b{name}\b", shown) for name in [*OURS, "torch", "mindformers"])
+    assert "Example: ms-varlen bench recipes/bench_cpu.yaml" in shown
+
+
 class FakeWorker:
     """Answers as a contender would; a step takes as many seconds as `SECONDS` says."""
 
     SECONDS = {"varlen_range": 1.0, "padded": 4.0, "padded_batch": 3.0, "varlen_recompile": 9.0}  # noqa: RUF012
 
     def __init__(self, contender, settings, log, calls):
-        self.name, self.calls, self.warm, self.contender = settings["name"], calls, "-warm" in log.name, contender
-        self.fails = None
+        self.name, self.calls, self.warm = settings["name"], calls, "-warm" in log.name
+        self.again = 0.0
 
     def __enter__(self):
         return self
@@ -190,10 +259,12 @@ class FakeWorker:
 
     def ask(self, command, **asked):
         self.calls.append((self.name, command, asked.get("index")))
-        if self.name == "varlen_static" and command == "step" and asked["index"] == 1:
+        if self.name == "bucketed" and command == "step" and asked["index"] == 1:
             raise WorkerError("it ended with status -9")
         if self.name == RATE:
             return {"numpy": 100.0, "mindspore": 120.0}
+        if command == "step" and self.warm:
+            self.again += 1.0
         return {
             "ready": {
                 "compile_seconds": 0.5 if self.warm else 6.0,
@@ -202,14 +273,15 @@ class FakeWorker:
                 "versions": {"attention": "kernel"},
             },
             "step": {
-                "seconds": self.SECONDS.get(self.name, 2.0) * (asked.get("index", 0) + 1),
+                "seconds": self.SECONDS.get(self.name, 2.0) * (asked.get("index", 0) + 1) - 0.25 * (self.again == 2.0),
                 "loss": 2.0,
                 "tokens_computed": 384 if self.name == "padded" else 128,
-                "tokens_supervised": 90,
+                "tokens_with_logits": 90,
                 "squared_tokens": 6 * 64**2,
                 "compiled": 0,
             },
             "finish": {"graphs": {"train": 1, "apply": 1}, "peak_rss_mb": 800.0},
+            "middle_step": {"seconds": 1.5 if self.name == EQUAL else 1.0, "tokens": 128},
             "stream": {"data_wait_share": 0.001},
             "pipeline": {"tokens": 1000, "tokens_per_second": 8e6, "store_mb": 1.0},
             "save_weights": {},
@@ -222,12 +294,18 @@ def fake_bench(recipe, tmp_path, monkeypatch):
     changed = recipe.checkpoint.model_copy(update={"output_dir": tmp_path / "output"})
     calls = []
 
-    def run(modes, peers=(), steps=4, warmup=1):
+    def ranks(settings, ranks, folder):
+        calls.append(("ranks", ranks, settings["recipe"]["graph"]["compile_cache"]))
+        reply = {"compile_seconds": 3.0, "start_seconds": 4.0, "compile_cache": "warm"}
+        return {"ranks": ranks, "cold": [reply] * ranks, "warm": [reply] * ranks, "entries": 1, "same_losses": True}
+
+    def run(modes, peers=(), steps=4, warmup=1, ranks_too=1):
         result = bench(
             recipe.model_copy(update={"checkpoint": changed}),
-            BenchSettings(list(modes), list(peers), steps, warmup),
-            lambda done: None,
+            BenchSettings(list(modes), list(peers), steps, warmup, ranks_too),
+            lambda: calls.append(("round", "", None)),
             start=lambda contender, settings, log: FakeWorker(contender, settings, log, calls),
+            start_ranks=ranks,
         )
         return result, calls
 
@@ -251,7 +329,9 @@ def test_result_holds_medians_limits_and_both_starts(fake_bench, tmp_path):
     row = result["contenders"]["varlen_range"]
     assert row["step_seconds"] == {"median": 3.5, "q1": 2.75, "q3": 4.25}, "the warm-up step of 1 s is not timed"
     assert row["speedup_over"] == {"padded": {"median": 4.0, "q1": 4.0, "q3": 4.0}}
-    assert (row["to_first_step_seconds"], row["warm_to_first_step_seconds"]) == (8.0, 1.75)
+    # The first step takes 1 s, the same again 0.75 s.
+    assert (row["cold"]["to_first_step_seconds"], row["cold"]["first_step_done_seconds"]) == (7.25, 8.0)
+    assert (row["warm"]["to_first_step_seconds"], row["warm"]["first_step_done_seconds"]) == (1.0, 1.75)
     assert (row["graphs"], row["peak_rss_mb"]) == ({"train": 1, "apply": 1}, 800.0)
     assert result["matrix_product_flops_per_second"] == {"numpy": 100.0, "mindspore": 120.0}
     assert result["pipeline"]["tokens_per_second"] == 8e6
@@ -259,17 +339,60 @@ def test_result_holds_medians_limits_and_both_starts(fake_bench, tmp_path):
     saved = json.loads((tmp_path / "output" / CALIBRATION_FILE).read_text())
     assert saved == result["calibration"]
     assert saved["seconds_per_compile"] == 3.0
+    assert (saved["parameters"], saved["body"]) == (result["parameters"], "kernel")
     assert not list((tmp_path / "output" / "bench").glob("compile_cache-*"))
 
 
+def test_range_and_static_are_compared_at_equal_tokens(fake_bench):
+    result, calls = fake_bench(["varlen_range", "varlen_static"], steps=1, warmup=1)
+    third = {"median": 2 / 3, "q1": 2 / 3, "q3": 2 / 3}
+    assert result["range_over_static_at_equal_tokens"] == {**third, "tokens": 128, "repeats": EQUAL_REPEATS}
+    names = [name for name, command, *_ in calls if command == "middle_step"]
+    assert names[:4] == [EQUAL, "varlen_range", "varlen_range", EQUAL]
+    result, _ = fake_bench(["varlen_range", "packed"])
+    assert result["range_over_static_at_equal_tokens"] is None
+
+
+def test_peers_take_turns_in_a_later_group_beside_the_main_contender(fake_bench, monkeypatch):
+    monkeypatch.setattr(Contender, "missing", property(lambda contender: "torch" in contender.needs))
+    result, calls = fake_bench(["varlen_range", "padded"], ["mindformers"], steps=4)
+    names = [name for name, command, *_ in calls if command == "step" and name != RATE]
+    assert set(names[:10]) == {"varlen_range", "padded"}
+    assert set(names[10:20]) == {"varlen_range", "mindformers_batch"}
+    assert set(names[20:28]) == {"varlen_range", "mindformers_padded"}
+    closed = calls.index(("padded", "close"))
+    assert closed < calls.index(("mindformers_batch", "ready", None))
+    assert calls.count(("round", "", None)) == 5 + 5 + 4
+    row = result["contenders"]["mindformers_padded"]
+    assert (row["group"], row["timed_steps"]) == ("mindformers_padded", 3)
+    assert row["speedup_over"]["padded"]["median"] == 2.0
+    assert result["groups"]["mindformers_batch"] == ["varlen_range", "mindformers_batch"]
+
+
+def test_start_of_ranks_is_measured_where_asked_for(fake_bench):
+    result, calls = fake_bench(["varlen_range", "padded"])
+    assert result["ranks"] is None
+    result, calls = fake_bench(["varlen_range", "padded"], ranks_too=2)
+    ((_, count, cache),) = [call for call in calls if call[0] == "ranks"]
+    assert (count, cache.rpartition("/")[2]) == (2, "ranks")
+    (single,) = [table for table in bench_tables(result) if table.title == "Single measurements"]
+    assert ["start of 2 ranks, cold and warm cache", RANKS_TEXT] in single.rows
+
+
+RANKS_TEXT = (
+    "compile s 3.00, 3.00 and 3.00, 3.00; until the first step begins 4.00, 4.00 and 4.00, 4.00; "
+    "one entry serves every rank, losses bit-equal"
+)
+
+
 def test_contender_that_fails_is_out_and_the_others_go_on(fake_bench):
-    result, calls = fake_bench(["varlen_range", "varlen_static", "padded"])
-    row = result["contenders"]["varlen_static"]
-    assert row == {"label": OURS["varlen_static"].label, "ours": True, "error": "it ended with status -9"}
+    result, calls = fake_bench(["varlen_range", "bucketed", "padded"])
+    row, label = result["contenders"]["bucketed"], OURS["bucketed"].label
+    assert row == {"label": label, "ours": True, "group": "ours", "error": "it ended with status -9"}
     assert result["contenders"]["padded"]["timed_steps"] == 4
-    assert ("varlen_static", "finish", None) not in calls
+    assert ("bucketed", "finish", None) not in calls
     (table,) = [table for table in bench_tables(result) if table.title == "Did not run"]
-    assert table.rows == [[OURS["varlen_static"].label, "it ended with status -9"]]
+    assert table.rows == [[label, "it ended with status -9"]]
 
 
 def test_missing_peer_is_named_with_its_command(fake_bench):
@@ -281,7 +404,7 @@ def test_missing_peer_is_named_with_its_command(fake_bench):
 
 
 def test_page_and_tables_show_the_same_numbers(fake_bench, tmp_path):
-    result, _ = fake_bench(["varlen_range", "varlen_static", "padded", "padded_batch"], ["torch"])
+    result, _ = fake_bench(["varlen_range", "bucketed", "padded", "padded_batch"], ["torch"])
     page = write_bench_report(result, tmp_path / "pages" / "bench.html").read_text()
     assert "<script" not in page
     assert set(re.findall(r'(?:src|href)="(\w+):', page)) == {"data"}
@@ -289,10 +412,16 @@ def test_page_and_tables_show_the_same_numbers(fake_bench, tmp_path):
         assert all(len(row) == len(table.head) for row in table.rows)
         for row in table.rows:
             assert row[0] in page
-    speed, cost, absent = bench_tables(result)
+    speed, padding, cost, _, absent = bench_tables(result)
+    limit = result["flop_limit"]["padded"]
+    assert limit["computable_limit"] < limit["limit"]
+    assert f"FLOP limit {limit['limit']:.2f}, computable limit {limit['computable_limit']:.2f}" in padding.notes[0]
+    assert padding.notes[-1] in page
+    shares = ["of limit", "of computable"]
+    assert padding.head == ["contender", "x max", *shares, "x batch", *shares]
     assert speed.rows[0][:2] == [OURS["varlen_range"].label, f"{result_speed(result):,.0f}"]
     assert [row[0] for row in cost.rows] == [OURS[name].label for name in ("varlen_range", "padded", "padded_batch")]
-    assert [row[0] for row in bench_tables(result, short=True)[1].rows] == ["varlen_range", "padded", "padded_batch"]
+    assert [row[0] for row in bench_tables(result, short=True)[2].rows] == ["varlen_range", "padded", "padded_batch"]
     assert absent.rows[1][1] == "not installed: pip install torch==2.13.0 transformers==4.57.1"
 
 
@@ -338,14 +467,17 @@ def contenders(recipe):
 
 def test_our_contenders_train_alike(contenders, recipe, workload):
     real = [sum(int(workload.store.train.lengths[i]) for ids in step for i in ids) for step in step_parts(workload, 3)]
-    for index in range(3):
+    for index in range(2):
         rate = learning_rate(recipe.train, index + 1)
         replies = {name: contender.step(index, rate) for name, contender in contenders.items()}
         losses = [reply["loss"] for reply in replies.values()]
         assert max(losses) - min(losses) < LOSS_TOLERANCE
         assert replies["varlen_range"]["tokens_computed"] == -(-real[index] // 16) * 16
+        assert replies["packed"]["tokens_computed"] == replies["packed_dense"]["tokens_computed"]
+        assert replies["packed_dense"]["squared_tokens"] == 64 * 2 * replies["packed_dense"]["tokens_computed"]
+        assert replies["bucketed"]["squared_tokens"] < replies["padded_batch"]["squared_tokens"]
         assert replies["varlen_range"]["squared_tokens"] < replies["padded"]["squared_tokens"]
-        assert len({reply["tokens_supervised"] for reply in replies.values()}) == 1
+        assert len({reply["tokens_with_logits"] for reply in replies.values()}) == 1
     assert replies["padded"]["tokens_computed"] % 64 == 0
 
 
@@ -353,6 +485,8 @@ def test_our_contender_tells_of_data_and_weights(contenders, tmp_path):
     contender = contenders["varlen_range"]
     assert contender.ready()["compile_cache"] == "off", "PyNative mode compiles nothing"
     assert 0 <= contender.stream(3)["data_wait_share"] < 1
+    assert 0 <= contenders["packed_dense"].stream(3)["data_wait_share"] < 1
+    assert contender.middle_step()["tokens"] % 16 == 0
     pipeline = contender.pipeline()
     assert pipeline["tokens"] > 500
     assert pipeline["store_mb"] > 0
@@ -395,14 +529,32 @@ def test_bench_command_runs_contenders_in_processes(values, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(json.dumps(changed))
     command = [sys.executable, "-m", "ms_varlen.cli", "bench", str(path), "--modes", "varlen_range,padded"]
-    options = ["--steps", "2", "--warmup", "1", "--json"]
+    options = ["--steps", "2", "--warmup", "1", "--ranks", "1", "--json"]
     done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     varlen, padded = result["contenders"]["varlen_range"], result["contenders"]["padded"]
-    assert (varlen["warm_compile_cache"], padded["warm_compile_cache"]) == ("warm", "warm")
+    assert [row[start]["compile_cache"] for row in (varlen, padded) for start in ("cold", "warm")] == 2 * [
+        "cold",
+        "warm",
+    ]
     assert varlen["graphs"] == {"train": 1, "apply": 1}
     assert padded["loss_max_abs_diff"] < LOSS_TOLERANCE
     assert result["pipeline"]["tokens"] > 500
     page = (tmp_path / "output" / "bench.html").read_text()
     assert OURS["padded"].label in page
+
+
+@pytest.mark.graph
+@pytest.mark.ranks
+def test_ranks_load_the_entry_that_one_of_them_made_and_compute_the_same(values, tmp_path):
+    cache = tmp_path / "cache"
+    recipe = parse_recipe({**values, "graph": {"compile_cache": str(cache)}})
+    settings = {"recipe": recipe.resolved(), "steps": 2}
+    found = bench_ranks.measure_ranks(settings, 2, tmp_path / "ranks")
+    assert [reply["compile_cache"] for reply in found["warm"]] == ["warm", "warm"]
+    assert "cold" in [reply["compile_cache"] for reply in found["cold"]]
+    assert (found["entries"], found["same_losses"]) == (1, True)
+    first, second = (reply["losses"] for reply in found["cold"])
+    assert len({*first, *second}) == 4, "each rank has samples of its own"
+    assert [path.name for path in cache.glob("*/rank_*")] == ["rank_0"]

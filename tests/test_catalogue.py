@@ -22,7 +22,7 @@ def test_both_languages_have_the_same_codes_and_no_empty_text():
 
 def test_every_code_in_the_program_has_an_entry_and_every_entry_is_used():
     prefixes = sorted({code.split("-")[0] for code in catalogue() if "-" in code})
-    used = set(re.findall(rf'"((?:{"|".join(prefixes)})-[A-Z]+)"', TEXT)) | {"RECIPE"}
+    used = set(re.findall(rf'["\[]((?:{"|".join(prefixes)})-[A-Z]+)["\]]', TEXT)) | {"RECIPE"}
     assert used == set(catalogue())
 
 

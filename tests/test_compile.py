@@ -94,9 +94,31 @@ def test_fingerprint_depends_on_every_part_and_on_the_order_of_shapes(tmp_path, 
     library.write_bytes(b"2")
     names.append(fingerprint({"hidden": 8, "sizes": [1, 2]}, library))
     names.append(fingerprint({"hidden": 8, "sizes": [1, 2]}, library.rename(tmp_path / "moved.so")))
-    monkeypatch.setenv("RANK_ID", "1")
+    monkeypatch.setenv("RANK_SIZE", "2")
     names.append(fingerprint({"hidden": 8, "sizes": [1, 2]}))
     assert len(set(names)) == len(names) == 7
+    monkeypatch.setenv("RANK_ID", "1")
+    assert fingerprint({"hidden": 8, "sizes": [1, 2]}) == names[-1], "ranks share entries"
+
+
+def test_ranks_share_the_entry_that_one_of_them_made(new_process, tmp_path, monkeypatch):
+    root, seen = tmp_path / "cache", []
+
+    def graphs(rank):
+        monkeypatch.setenv("RANK_ID", rank)
+        monkeypatch.setattr(cache_module, "_process_used_it", False)
+        with compile_cache(str(root), "a") as cache:
+            folder = Path(os.environ["MS_COMPILER_CACHE_PATH"]) / f"rank_{rank}" / "graph_cache"
+            if cache.state == "cold":
+                folder.mkdir()
+                (folder / "compile_cache_0.mindir").write_bytes(rank.encode())
+            seen.append((folder / "compile_cache_0.mindir").read_bytes())
+        return cache.state
+
+    assert [graphs(rank) for rank in ("3", "0", "1", "3")] == ["cold", "warm", "warm", "warm"]
+    assert seen == [b"3"] * 4
+    assert [path.name for path in root.iterdir()] == ["a"]
+    assert [path.name for path in (root / "a").iterdir() if path.is_dir()] == ["rank_0"]
 
 
 def test_entry_is_kept_then_found_again(new_process, tmp_path, monkeypatch):

@@ -53,7 +53,7 @@ def test_a_healthy_recipe_is_green_to_the_last_probe(recipe):
 
 def test_a_wrong_recipe_stops_before_the_data(recipe):
     result = examine(recipe, ["train.steps=0", "model.seq_length=32"])
-    assert (result["worst"], result["codes"], exit_status(result)) == ("red", ["RECIPE"], 1)
+    assert (result["worst"], result["codes"], exit_status(result)) == ("red", ["RECIPE", "SHAPE-POSITIONS"], 1)
     assert "data" not in {check["area"] for check in result["checks"]}
     assert "train.steps" in str(result["checks"])
     assert "max_position_embeddings" in str(result["checks"])

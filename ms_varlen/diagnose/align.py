@@ -9,20 +9,25 @@ ask for, since a tight bound is what finds a wrong length.
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
+from ms_varlen.checkpoint.store import load_checkpoint, read_manifest
 from ms_varlen.data.dataset import MicroBatches
 from ms_varlen.data.layouts import IGNORE_INDEX, Layout
 from ms_varlen.data.store import Progress
+from ms_varlen.diagnose.bisection import bisect
+from ms_varlen.errors import RecipeError
 from ms_varlen.graph.shapes import TokenShapes, round_up
 from ms_varlen.lengths import SeqLens
 from ms_varlen.ops.dense_attention import declared_dense_columns, dense_attention, dense_columns
+from ms_varlen.planning.epoch_plan import PlanState
 from ms_varlen.planning.windows import divisor_boundaries
 from ms_varlen.train.device import ASCEND, set_up_device
 from ms_varlen.train.graphs import AttentionPath, TrainingGraphs, compile_graphs
-from ms_varlen.train.loop import ids_hash
+from ms_varlen.train.loop import ids_hash, resumed_state
 from ms_varlen.train.recipe import Recipe
 from ms_varlen.train.schedule import learning_rate
 from ms_varlen.train.workload import Workload, prepare
@@ -30,8 +35,20 @@ from ms_varlen.train.workload import Workload, prepare
 DENSE_ROWS = 4
 """Rows of a micro-batch on the padded side."""
 
+MOST_SEGMENTS = 128
+"""Of a micro-batch on another side than the padded one."""
+
 LOSS_TOLERANCE = {"CPU": 2e-5, ASCEND: 1e-3}
-"""Largest difference of the loss by device: fp32 on a CPU, bf16 products on an NPU."""
+"""Largest difference of the loss by device (fp32 on a CPU, bf16 products on an NPU), where the noise is below it."""
+
+Mode = Literal["padded", "bucketed", "packed", "varlen"]
+
+LOOSEST = 1e-3
+NOISE_STEPS, NOISE_MULTIPLE = 3, 40
+"""The noise floor is what rounding alone does: the other side's loss with its rows in another order, at equal weights.
+Over 100 steps two healthy trainings drift apart by some ten times of it."""
+
+AGAINST: tuple[Mode, ...] = ("padded", "bucketed", "packed", "varlen")
 
 GRADIENT_TOLERANCE = {"CPU": 1e-5, ASCEND: 2e-2}
 """Largest relative difference of the first step's gradients, by device."""
@@ -48,51 +65,94 @@ def align(
     on_step: Callable[[int, float, float], None],
     tolerance: float | None = None,
     progress: Progress | None = None,
+    start_from: Path | None = None,
+    against: str = "padded",
 ) -> dict[str, Any]:
     """Train both sides for `steps` optimizer steps and compare them.
 
     Args:
-        recipe: a valid recipe; its mode is compared with dense padded attention.
+        recipe: a valid recipe; its mode is compared with another.
         steps: optimizer steps to run.
         on_step: told the step and both losses.
-        tolerance: largest difference of the loss; by default that of `LOSS_TOLERANCE`.
+        tolerance: largest difference of the loss; by default `NOISE_MULTIPLE` times the noise floor, at least
+            `LOSS_TOLERANCE` and at most `LOOSEST`.
         progress: told how far the token store is, where one is built.
+        start_from: a checkpoint of any mode, whose weights, moments and place in the epoch both sides begin with.
+        against: the other side: "padded" (dense scores under a full mask, which shares nothing with
+            `varlen_attention`), or another layout through `varlen_attention`.
     Returns:
         losses and relative differences of the gradients by step, `max_abs_diff`, `gradient_max_rel_diff` (first step),
-        `gradient_max_rel_diff_later`, `first_failed_step`, `passed` and the tolerances.
+        `gradient_max_rel_diff_later`, `first_failed_step`, `passed`, the tolerances, `first_step`, the steps that
+        were done before, and `bisect`, where the first failed step begins to differ; None where none failed.
     """
     begin = time.perf_counter()
     workload = prepare(recipe, progress)
     target = set_up_device(recipe.device, recipe.graph)
-    ours, padded = Side(workload, target, None), Side(*dense_side(workload, target))
+    ours, padded = Side(workload, target, None), Side(*other_side(workload, target, against))
     compile_graphs(recipe.graph, ours.graphs, padded.graphs)
+    place, done = _begin(workload, start_from, ours, padded)
     limit = LOSS_TOLERANCE[target] if tolerance is None else tolerance
+
+    def gradient_limits(step: int) -> float:
+        return GRADIENT_TOLERANCE[target] if step == 1 else LATER_GRADIENT_TOLERANCE[target]
+
+    noise, found = 0.0, None
     losses: list[tuple[float, float]] = []
     gradients: list[tuple[float, str]] = []
     hashes = []
-    for step, (state, plan) in enumerate(workload.plan_steps(workload.plans.start(), steps), start=1):
+    for step, (state, plan) in enumerate(workload.plan_steps(place, steps), start=1):
         parts = [plan.micro_batch(state.step, m) for m in range(recipe.batch.micro_batches)]
         ids = plan.step_ids(state.step)
-        rows = _rows(ids, workload.store.train.lengths)
-        supervised = ours.accumulate(parts), padded.accumulate(rows)
+        rows = _parts_of_other(ids, workload.store.train.lengths, padded.workload.layout)
+        supervised_ours = ours.accumulate(parts)
+        if tolerance is None and step <= NOISE_STEPS:
+            noise = max(noise, padded.noise(rows))
+            limit = min(max(limit, NOISE_MULTIPLE * noise), max(LOOSEST, LOSS_TOLERANCE[target]))
+        supervised = supervised_ours, padded.accumulate(rows)
         gradients.append(gradient_difference(ours.graphs.gradients(), padded.graphs.gradients()))
         if step > 1 and not gradients[-1][0] <= LATER_GRADIENT_TOLERANCE[target]:
             expected = padded.gradients_at(ours.graphs.model_weights(), rows)
             gradients[-1] = gradient_difference(ours.graphs.gradients(), expected)
             padded.accumulate(rows)
-        rate = learning_rate(recipe.train, step)
-        losses.append((ours.apply(rate, supervised[0]), padded.apply(rate, supervised[1])))
+        losses.append((ours.loss(supervised[0]), padded.loss(supervised[1])))
+        if (
+            found is None
+            and against == "padded"
+            and not (abs(losses[-1][0] - losses[-1][1]) <= limit and gradients[-1][0] <= gradient_limits(step))
+        ):
+            attentions = ours.graphs.attention, padded.graphs.attention
+            found = bisect(workload, parts, ours.graphs.model_weights(), *attentions)
+        rate = learning_rate(recipe.train, done + step)
+        ours.apply(rate, supervised[0])
+        padded.apply(rate, supervised[1])
         hashes.append(ids_hash(ids))
         on_step(step, *losses[-1])
     return {
         "recipe": recipe.checkpoint.output_dir.name,
         "mode": recipe.mode,
         "steps": steps,
+        "first_step": done,
         **compare(losses, gradients, limit, GRADIENT_TOLERANCE[target], LATER_GRADIENT_TOLERANCE[target]),
+        "against": against,
+        "noise_floor": noise if tolerance is None else None,
+        "bisect": found,
         "sample_ids_sha256": hashes,
         "versions": ours.graphs.versions,
         "seconds": round(time.perf_counter() - begin, 1),
     }
+
+
+def _begin(workload: Workload, start_from: Path | None, *sides: "Side") -> tuple[PlanState, int]:
+    """The place in the plan to begin at and the steps done before, with the sides' weights and moments as they were."""
+    if start_from is None:
+        return workload.plans.start(), 0
+    mode = read_manifest(start_from)["mode"]
+    checkpoint = load_checkpoint(start_from, mode, sides[0].graphs.parameter_shapes())
+    for side in sides:
+        side.graphs.load(checkpoint.model, checkpoint.optimizer)
+    # What was imported from elsewhere has no place in a plan.
+    saved = checkpoint.state.get("plan")
+    return resumed_state(workload.plans, saved, []) if saved else workload.plans.start(), checkpoint.step
 
 
 def compare(
@@ -193,10 +253,22 @@ class Side:
         self.graphs.set_weights(own)
         return gradients
 
-    def apply(self, rate: float, supervised: int) -> float:
-        """Apply the step; its loss per supervised token."""
-        self.graphs.apply(rate, supervised, self._loss_sum)
+    def noise(self, parts: list[np.ndarray]) -> float:
+        """How much the loss of micro-batches moves when samples change places in them; the accumulators stay empty."""
+        sums = []
+        for order in (1, -1):
+            supervised = self.accumulate([ids[::order] for ids in parts])
+            self.graphs.clear_gradients()
+            sums.append(self.loss(max(supervised, 1)))
+        return abs(sums[0] - sums[1])
+
+    def loss(self, supervised: int) -> float:
+        """The loss per supervised token of what was accumulated."""
         return self._loss_sum / supervised
+
+    def apply(self, rate: float, supervised: int) -> None:
+        """Apply the step."""
+        self.graphs.apply(rate, supervised, self._loss_sum)
 
 
 def dense_side(workload: Workload, target: str) -> tuple[Workload, str, AttentionPath]:
@@ -219,7 +291,35 @@ def _row_mask(lens: SeqLens) -> dict[str, np.ndarray]:
     return dense_columns(lens.seq_lens, rows, lens.tokens // rows)
 
 
-def _rows(ids: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
-    """Sample ids in micro-batches of rows; samples of like length together, which computes fewer pads."""
-    ids = ids[np.argsort(lengths[ids], kind="stable")]
-    return [ids[start : start + DENSE_ROWS] for start in range(0, ids.size, DENSE_ROWS)]
+def other_side(workload: Workload, target: str, mode: str) -> tuple[Workload, str, AttentionPath | None]:
+    """The workload laid out in a mode that is compared with the recipe's; None is the attention of `varlen_attention`.
+
+    Raises:
+        RecipeError: no such mode.
+    """
+    modes = dict(zip(AGAINST, AGAINST, strict=True))
+    if mode not in modes:
+        raise RecipeError([f"--against: must be one of {', '.join(AGAINST)}, got {mode}"], "align")
+    dense, _, path = dense_side(workload, target)
+    if mode == "padded":
+        return dense, target, path
+    shapes = dataclasses.replace(dense.shapes, divisor=workload.shapes.divisor, max_segments=MOST_SEGMENTS)
+    row_lengths = dense.layout.row_lengths if mode == "bucketed" else ()
+    layout = Layout(modes[mode], shapes, dense.layout.seq_length, row_lengths=row_lengths)
+    return dataclasses.replace(workload, shapes=shapes, layout=layout), target, None
+
+
+def _parts_of_other(ids: np.ndarray, lengths: np.ndarray, layout: Layout) -> list[np.ndarray]:
+    """A step's samples in micro-batches of another layout: rows of like length, or as many as T holds."""
+    if layout.row_lengths:
+        ids = ids[np.argsort(lengths[ids], kind="stable")]  # which computes fewer pads
+        return [ids[start : start + DENSE_ROWS] for start in range(0, ids.size, DENSE_ROWS)]
+    if layout.mode == "packed":
+        ids = ids[np.argsort(-np.asarray(lengths)[ids], kind="stable")]
+    capacity, parts = DENSE_ROWS * layout.seq_length, [[int(ids[0])]]
+    for sample in ids[1:].tolist():
+        full = int(lengths[parts[-1]].sum()) + int(lengths[sample]) > capacity
+        if full or len(parts[-1]) == MOST_SEGMENTS // 2:
+            parts.append([])
+        parts[-1].append(sample)
+    return [np.array(part) for part in parts]

@@ -1,7 +1,11 @@
 """Who takes part in a bench, and how each of our own lays out the steps. Imports no MindSpore.
 
 The steps are those of the recipe's plan: the same samples for everybody. Adding a contender of our own is a row in
-`OURS` and its case in `contender_workload`; a peer is a row in `PEERS` and its module.
+`OURS` and its case in `contender_workload`; a peer is a row in `PEERS` and its module. A step of samples [5 6 7] [8 9]
+for a `seq_length` of 4 and a divisor of 2::
+
+    varlen_range   5 6 7 8 9 .                packed    5 6 7 .   8 9 . .     (two micro-batches)
+    padded         5 6 7 . 8 9 . .            bucketed  5 6 7 .   8 9         (two micro-batches)
 """
 
 import dataclasses
@@ -14,9 +18,12 @@ from ms_varlen.data.layouts import Layout
 from ms_varlen.data.store import Progress
 from ms_varlen.errors import RecipeError
 from ms_varlen.graph.shapes import TokenShapes, round_up
+from ms_varlen.planning.buckets import bucket_of
+from ms_varlen.planning.cost import CostModel
+from ms_varlen.planning.packing import pack_best_fit
 from ms_varlen.planning.windows import divisor_boundaries
 from ms_varlen.train.recipe import Recipe
-from ms_varlen.train.workload import Workload, prepare
+from ms_varlen.train.workload import SampleLengths, Workload, auto_row_lengths, prepare
 
 Parts = list[list[np.ndarray]]
 """[step][micro-batch] -> [B] sample ids."""
@@ -25,6 +32,7 @@ MOST_ROWS = 16
 """Rows of a padded micro-batch; a step of more samples takes several."""
 
 RATE = "matrix_product"
+OURS_GROUP = "ours"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +47,8 @@ class Contender:
         install: the command that brings them.
         baseline: others are compared with it.
         steps: timed steps that it takes part in; None is all of them.
+        group: contenders of one group are in memory at once and take turns. Every group runs `MAIN` too, by which the
+            groups are compared.
     """
 
     label: str
@@ -48,6 +58,7 @@ class Contender:
     install: str = ""
     baseline: bool = False
     steps: int | None = None
+    group: str = OURS_GROUP
 
     @property
     def missing(self) -> bool:
@@ -58,21 +69,33 @@ class Contender:
 OURS = {
     "varlen_range": Contender("varlen, one graph for a range of T"),
     "varlen_static": Contender("varlen, one size of T: the largest of these steps"),
+    "packed": Contender("packed to seq_length, with lengths (TND)"),
+    "packed_dense": Contender("packed to seq_length, under a dense isolating mask"),
+    "bucketed": Contender("rows of bucket sizes, with lengths"),
     "padded": Contender("padded to seq_length", baseline=True),
     "padded_batch": Contender("padded to the batch maximum (dynamic shape without lengths)", baseline=True),
     # A graph takes seconds and memory: a few steps show it.
     "varlen_recompile": Contender("lengths without dynamic shape, compiling for each new size", steps=3),
 }
 
+MAIN = "varlen_range"
+"""The contender that losses are compared with, that runs in every group, and that the calibration is fitted to."""
+
+EQUAL = "varlen_equal"
+"""A static graph of the very T of `middle_step`, which only that step's comparison with `MAIN` runs."""
+
 
 def _torch(label: str, variant: str) -> Contender:
     install = "pip install torch==2.13.0 transformers==4.57.1"
-    return Contender(label, "ms_varlen.diagnose.bench_torch", variant, ("torch", "transformers"), install)
+    needs = ("torch", "transformers")
+    return Contender(label, "ms_varlen.diagnose.bench_torch", variant, needs, install, group="torch")
 
 
 def _mindformers(label: str, variant: str, steps: int | None = None) -> Contender:
-    install = "pip install mindformers==1.9.0"
-    return Contender(label, "ms_varlen.diagnose.bench_mindformers", variant, ("mindformers",), install, steps=steps)
+    install, module = "pip install mindformers==1.9.0", "ms_varlen.diagnose.bench_mindformers"
+    # Each takes about 10 GB.
+    group = f"mindformers_{variant}"
+    return Contender(label, module, variant, ("mindformers",), install, steps=steps, group=group)
 
 
 PEERS = {
@@ -89,8 +112,8 @@ PEERS = {
 }
 
 
-def bench_workload(recipe: Recipe, progress: Progress | None = None) -> Workload:
-    """The recipe's corpus and plan, evaluation left out.
+def bench_workload(recipe: Recipe, progress: Progress | None = None, world_size: int = 1) -> Workload:
+    """The recipe's corpus and plan for so many ranks, evaluation left out.
 
     Raises:
         RecipeError: no varlen recipe; its plan is what every contender runs.
@@ -99,26 +122,39 @@ def bench_workload(recipe: Recipe, progress: Progress | None = None) -> Workload
     if recipe.mode != "varlen":
         raise RecipeError([f"mode: must be varlen for a bench, which pads the same steps too, got {recipe.mode}"])
     train = recipe.train.model_copy(update={"eval_every": None})
-    return prepare(recipe.model_copy(update={"train": train}), progress)
+    return prepare(recipe.model_copy(update={"train": train}), progress, world_size)
 
 
-def step_parts(workload: Workload, steps: int) -> Parts:
-    """Sample ids of the first `steps` steps of the plan."""
+def step_parts(workload: Workload, steps: int, rank: int = 0) -> Parts:
+    """Sample ids of the first `steps` steps of the plan, of one rank."""
     places = workload.plan_steps(workload.plans.start(), steps)
     micro_batches = range(workload.recipe.batch.micro_batches)
-    return [[plan.micro_batch(state.step, m) for m in micro_batches] for state, plan in places]
+    return [[plan.micro_batch(state.step, m, rank) for m in micro_batches] for state, plan in places]
 
 
 def contender_workload(name: str, workload: Workload, parts: Parts) -> tuple[Workload, Parts]:
-    """How one of `OURS` lays out the steps.
+    """How one of `OURS`, or `EQUAL`, lays out the steps.
 
     Returns:
         the workload with its shapes and layout, and the steps in its micro-batches.
     """
-    if not name.startswith("padded"):
-        shapes = _varlen_shapes(name, workload, parts)
-        layout = Layout("varlen", shapes, workload.recipe.model.seq_length)
-        return dataclasses.replace(workload, shapes=shapes, layout=layout), parts
+    if name.startswith("padded"):
+        return _padded(name, workload, parts)
+    if name.startswith("packed"):
+        return _packed(workload, parts)
+    if name == "bucketed":
+        return _bucketed(workload, parts)
+    shapes = _varlen_shapes(name, workload, parts)
+    layout = Layout("varlen", shapes, workload.recipe.model.seq_length)
+    workload = dataclasses.replace(workload, shapes=shapes, layout=layout)
+    if name == "varlen_recompile":
+        graphs = 1 + sum(len(step) for step in parts)
+        graph = workload.recipe.graph.model_copy(update={"max_graphs": graphs})
+        workload = dataclasses.replace(workload, recipe=workload.recipe.model_copy(update={"graph": graph}))
+    return workload, parts
+
+
+def _padded(name: str, workload: Workload, parts: Parts) -> tuple[Workload, Parts]:
     parts = in_rows(parts)
     rows = max(ids.size for step in parts for ids in step)
     seq_length, divisor = workload.recipe.model.seq_length, workload.recipe.shapes.divisor
@@ -132,6 +168,48 @@ def contender_workload(name: str, workload: Workload, parts: Parts) -> tuple[Wor
         row_lengths = tuple(divisor_boundaries(longest, divisor).tolist())
         layout = Layout("padded", shapes, longest, rows=rows, row_lengths=row_lengths)
     return dataclasses.replace(workload, shapes=shapes, layout=layout), parts
+
+
+def _packed(workload: Workload, parts: Parts) -> tuple[Workload, Parts]:
+    """Each step in as few packs of `seq_length` tokens as there can be, a micro-batch each."""
+    seq_length, lengths = workload.recipe.model.seq_length, np.asarray(workload.store.train.lengths)
+    parts = [in_packs(np.concatenate(step), lengths, seq_length) for step in parts]
+    most = 1 + max(ids.size for step in parts for ids in step)  # and the padded tail
+    shapes = TokenShapes("static", seq_length, seq_length, 1, most)
+    return dataclasses.replace(workload, shapes=shapes, layout=Layout("packed", shapes, seq_length)), parts
+
+
+def in_packs(ids: np.ndarray, lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
+    """Sample ids in packs of at most `capacity` tokens."""
+    order, offsets = pack_best_fit(lengths[ids], capacity, ids.size)
+    return np.split(ids[order], offsets[1:-1])
+
+
+def _bucketed(workload: Workload, parts: Parts) -> tuple[Workload, Parts]:
+    """Each step in rows of a few lengths, those of one length in a micro-batch; the lengths suit the whole corpus."""
+    recipe, lengths = workload.recipe, np.asarray(workload.store.train.lengths)
+    divisor, chosen = recipe.shapes.divisor, recipe.shapes.row_buckets
+    if not isinstance(chosen, list):
+        of_row = CostModel.of_decoder(workload.model_config).of_row
+        chosen = list(auto_row_lengths(recipe, SampleLengths.of(workload.store), of_row))
+    parts = [in_buckets(np.concatenate(step), lengths, np.array(chosen)) for step in parts]
+    most = max(ids.size for step in parts for ids in step)
+    shapes = TokenShapes("range", divisor, max(most * chosen[-1], 2 * divisor), divisor, 2 * most)
+    layout = Layout("bucketed", shapes, chosen[-1], row_lengths=tuple(chosen))
+    return dataclasses.replace(workload, shapes=shapes, layout=layout), parts
+
+
+def in_buckets(ids: np.ndarray, lengths: np.ndarray, boundaries: np.ndarray) -> list[np.ndarray]:
+    """Sample ids of each bucket that has any."""
+    buckets = bucket_of(lengths[ids], boundaries)
+    return [ids[buckets == bucket] for bucket in np.unique(buckets)]
+
+
+def middle_step(workload: Workload, parts: Parts) -> int:
+    """The step whose first micro-batch is the median in tokens."""
+    lengths = np.asarray(workload.store.train.lengths)
+    tokens = [int(lengths[step[0]].sum(dtype=np.int64)) for step in parts]
+    return int(np.argsort(tokens, kind="stable")[len(tokens) // 2])
 
 
 def in_rows(parts: Parts) -> Parts:
@@ -151,9 +229,10 @@ def _varlen_shapes(name: str, workload: Workload, parts: Parts) -> TokenShapes:
     recipe = workload.recipe
     divisor, budget, segments = recipe.shapes.divisor, recipe.batch.size, recipe.batch.max_segments
     smallest = recipe.shapes.min or divisor
-    if name == "varlen_static":
+    if name in ("varlen_static", EQUAL):
         lengths = np.asarray(workload.store.train.lengths)
-        tokens = max(int(lengths[ids].sum(dtype=np.int64)) for step in parts for ids in step)
+        shown = [parts[middle_step(workload, parts)][:1]] if name == EQUAL else parts
+        tokens = max(smallest, *(int(lengths[ids].sum(dtype=np.int64)) for step in shown for ids in step))
         shapes = TokenShapes("static", tokens, tokens, divisor, segments)
         return dataclasses.replace(shapes, max_segments=segments + shapes.tail_segments(recipe.model.seq_length))
     largest = max(budget, 2 * divisor)  # a range must be open

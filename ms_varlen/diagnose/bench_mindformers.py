@@ -84,8 +84,11 @@ class SummedLoss(nn.Cell):
 
 def build_net(recipe: Recipe, config: DecoderConfig, pad_id: int, dynamic: bool, weights: str) -> nn.Cell:
     """Their net, with our initial weights."""
-    if config.architecture != "llama" or config.tie_word_embeddings or config.attention_bias:
-        raise RecipeError(["model.config: must be a plain llama for MindFormers (no biases, no tied embeddings)"])
+    biases = config.attention_bias or config.mlp_bias
+    if config.architecture != "llama" or config.tie_word_embeddings or biases or config.rope_scaling:
+        raise RecipeError(
+            ["model.config: must be a plain llama for MindFormers (no biases, tied embeddings or rotary scaling)"]
+        )
     f32 = "float32"
     net = LlamaForCausalLM(
         LlamaConfig(

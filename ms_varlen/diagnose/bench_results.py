@@ -43,9 +43,14 @@ class Work:
         """FLOPs of all that one of our own contenders was given in a step, padding included."""
         return self.cost.linear * step["tokens_computed"] + self.cost.quadratic * step["squared_tokens"]
 
-    def supervised(self, step: Mapping[str, Any]) -> float:
-        """The same without the logits of tokens that have no loss, which the CPU kernel leaves out."""
-        return self.laid_out(step) - self.head_token * (step["tokens_computed"] - step["tokens_supervised"])
+    def computed(self, step: Mapping[str, Any]) -> float:
+        """The same without the logits that it leaves out: the CPU kernel's, of tokens that have no loss."""
+        return self.laid_out(step) - self.head_token * (step["tokens_computed"] - step["tokens_with_logits"])
+
+    def needed(self, lengths: np.ndarray, step: Mapping[str, Any]) -> float:
+        """FLOPs of the samples of a step, [B] tokens each, without the logits that are left out in it."""
+        tokens = int(lengths.sum())
+        return self.real(lengths) - self.head_token * max(0, tokens - step["tokens_with_logits"])
 
 
 def spread(values: Sequence[float] | np.ndarray) -> dict[str, float]:
@@ -66,38 +71,59 @@ def speeds(steps: Steps, real_tokens: Sequence[int]) -> dict[str, Any]:
     return {"step_seconds": spread(seconds), "real_tokens_per_second": spread(tokens / seconds)}
 
 
-def speedup(steps: Steps, baseline: Steps) -> dict[str, float]:
+def speedup(steps: Steps, baseline: Steps) -> dict[str, float] | None:
     """How many times faster than a baseline on the same samples: median and quartiles over the steps both ran."""
     both = sorted(steps.keys() & baseline.keys())
-    return spread([baseline[step]["seconds"] / steps[step]["seconds"] for step in both])
+    return spread([baseline[step]["seconds"] / steps[step]["seconds"] for step in both]) if both else None
 
 
 def flop_limit(baseline: Steps, lengths: Sequence[np.ndarray], work: Work) -> dict[str, Any]:
     """How much faster than a padded baseline its steps could be, if only work on real tokens took time.
 
+    Our own baselines are strong: their CPU kernel computes no logits of pads. `limit` counts them all the same, as the
+    usual formula does; `computable_limit` counts what the baseline computes, which is all that can be saved.
+
     Args:
-        baseline: a padded contender's steps, with `tokens_computed`, `tokens_supervised` and `squared_tokens`.
+        baseline: a padded contender's steps, with `tokens_computed`, `tokens_with_logits` and `squared_tokens`.
         lengths: [B] ints, the samples' tokens, by step.
         work: of the model.
     Returns:
-        by_step: step -> f(padded) / f(real).
-        limit: sum f(padded) / sum f(real) over the baseline's steps.
-        limit_without_pad_logits: the same where the baseline computes no logits of pads.
+        limit: sum f(padded) / sum f(real) over the baseline's steps, f(s) = linear * s + quadratic * s * s.
+        computable_limit: FLOPs that the baseline computes over those that the samples need.
+        by_step, computable_by_step: step -> the same of that step.
     """
     real = {step: work.real(lengths[step]) for step in baseline}
     padded = {step: work.laid_out(values) for step, values in baseline.items()}
+    needed = {step: work.needed(lengths[step], values) for step, values in baseline.items()}
+    computed = {step: work.computed(values) for step, values in baseline.items()}
     return {
-        "by_step": {step: padded[step] / real[step] for step in sorted(baseline)},
         "limit": sum(padded.values()) / sum(real.values()),
-        "limit_without_pad_logits": sum(map(work.supervised, baseline.values())) / sum(real.values()),
+        "computable_limit": sum(computed.values()) / sum(needed.values()),
+        "by_step": {step: padded[step] / real[step] for step in sorted(baseline)},
+        "computable_by_step": {step: computed[step] / needed[step] for step in sorted(baseline)},
     }
 
 
-def share_of_limit(steps: Steps, baseline: Steps, limit: Mapping[str, Any]) -> float:
+def share_of_limit(steps: Steps, baseline: Steps, limit_by_step: Mapping[int, float]) -> float | None:
     """The median over steps of the speed-up over a baseline as a share of the most that there could be."""
     both = sorted(steps.keys() & baseline.keys())
-    ratios = [baseline[s]["seconds"] / steps[s]["seconds"] / limit["by_step"][s] for s in both]
-    return float(np.median(ratios))
+    ratios = [baseline[s]["seconds"] / steps[s]["seconds"] / limit_by_step[s] for s in both]
+    return float(np.median(ratios)) if both else None
+
+
+def as_beside(steps: Steps, reference: Steps, reference_there: Steps) -> Steps:
+    """Steps with the seconds that they would have taken in another group of contenders, in which a reference ran too.
+
+    Args:
+        steps: of a contender.
+        reference: of the reference beside it.
+        reference_there: of the reference in the other group.
+    Returns:
+        the steps that all three ran, their seconds times the ratio of the reference's.
+    """
+    every = sorted(steps.keys() & reference.keys() & reference_there.keys())
+    factors = {step: reference_there[step]["seconds"] / reference[step]["seconds"] for step in every}
+    return {step: {**steps[step], "seconds": steps[step]["seconds"] * factors[step]} for step in every}
 
 
 def rate_share(steps: Steps, work: Sequence[float] | Mapping[int, float], rate: float) -> float:
@@ -152,14 +178,15 @@ def best_of(names: Sequence[str], steps: Mapping[str, Steps], reference: str) ->
         steps: of all contenders.
         reference: name of the one that they are compared with.
     """
-    ran = [name for name in names if steps[name]]
-    return min(ran, key=lambda name: speedup(steps[reference], steps[name])["median"], default=None)
+    against = {name: speedup(steps[reference], steps[name]) for name in names}
+    ran = {name: found["median"] for name, found in against.items() if found}
+    return min(ran, key=ran.__getitem__, default=None)
 
 
-def loss_difference(steps: Steps, reference: Steps) -> float:
+def loss_difference(steps: Steps, reference: Steps) -> float | None:
     """The largest difference of the loss per token from a reference, over the steps both ran."""
     both = steps.keys() & reference.keys()
-    return max(abs(steps[step]["loss"] - reference[step]["loss"]) for step in both)
+    return max((abs(steps[step]["loss"] - reference[step]["loss"]) for step in both), default=None)
 
 
 def _seconds(steps: Steps) -> np.ndarray:

@@ -26,23 +26,10 @@ from ms_varlen.data.store import SampleTable
 from ms_varlen.diagnose.bench_contenders import bench_workload, step_parts
 from ms_varlen.diagnose.bench_process import Answer, Reply, peak_rss_mb
 from ms_varlen.models.config import DecoderConfig
+from ms_varlen.models.hugging_face import hugging_face_config
 from ms_varlen.train.recipe import parse_recipe
 
 Inputs = dict[str, Any]
-
-CONFIG_FIELDS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "rope_theta",
-    "tie_word_embeddings",
-    "attention_bias",
-)
 
 _segment_lengths: list[int] = []
 
@@ -59,10 +46,8 @@ def segments_attention(module, query, key, value, attention_mask, scaling=None, 
 
 def build_model(config: DecoderConfig, positions: int, attention: str) -> torch.nn.Module:
     """The decoder as transformers has it."""
-    fields = {name: getattr(config, name) for name in CONFIG_FIELDS}
-    hf_config = AutoConfig.for_model(
-        config.architecture, **fields, max_position_embeddings=positions, attention_dropout=0.0, use_cache=False
-    )
+    values = hugging_face_config(config, positions)
+    hf_config = AutoConfig.for_model(values.pop("model_type"), **values, use_cache=False)
     return AutoModelForCausalLM.from_config(hf_config, attn_implementation=attention)
 
 

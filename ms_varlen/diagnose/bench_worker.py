@@ -14,58 +14,66 @@ from safetensors.numpy import save_file
 
 from ms_varlen.data.dataset import Columns, MicroBatches, MicroBatchLoader
 from ms_varlen.data.layouts import IGNORE_INDEX
-from ms_varlen.diagnose.bench_contenders import RATE, bench_workload, contender_workload, step_parts
+from ms_varlen.diagnose.bench_contenders import (
+    EQUAL,
+    MAIN,
+    RATE,
+    bench_workload,
+    contender_workload,
+    middle_step,
+    step_parts,
+)
 from ms_varlen.diagnose.bench_process import Answer, Reply, peak_rss_mb
-from ms_varlen.graph.compile_watch import CompileWatch
+from ms_varlen.graph.shapes import TokenShapes
+from ms_varlen.lengths import SeqLens
+from ms_varlen.ops.body import body_in_use
+from ms_varlen.ops.dense_attention import dense_attention
 from ms_varlen.train.device import set_up_device
-from ms_varlen.train.graphs import TrainingGraphs, compile_graphs
+from ms_varlen.train.graphs import AttentionPath, TrainingGraphs, compile_graphs
 from ms_varlen.train.recipe import parse_recipe
-from ms_varlen.train.workload import Workload
 
 PRODUCT_SIZE = 2048
 PIPELINE_SECONDS = 5.0
-RECOMPILE = "varlen_recompile"
+DENSE_PACKS = "dense packs"
 
 
-class UndeclaredGraphs(TrainingGraphs):
-    """The same cells without `set_inputs`: MindSpore compiles a graph for each new size.
+def dense_packs() -> AttentionPath:
+    """Dense attention over whole packs under a mask that keeps their samples apart, instead of lengths."""
 
-    Args:
-        sizes: how many sizes there will be.
-    """
+    def declared(shapes: TokenShapes) -> dict[str, Tensor]:
+        return {"attend_mask": Tensor(shape=[1, shapes.max, shapes.max], dtype=ms.bool_)}
 
-    def __init__(self, workload: Workload, target: str, sizes: int):
-        self._sizes = sizes
-        super().__init__(workload, target)
+    return AttentionPath(dense_attention, isolating_mask, declared, DENSE_PACKS)
 
-    def _declare(self) -> CompileWatch:
-        self._roles = {"train": (self.accumulate_cell,), "apply": (self.apply_cell,)}
-        return CompileWatch(self._roles, {"train": self._sizes, "apply": 1}, self._sizes + 1)
+
+def isolating_mask(lens: SeqLens) -> Columns:
+    """attend_mask: [1, T, T] bool, True where a token may attend to one before it in its own segment."""
+    ids = lens.segment_ids
+    return {"attend_mask": np.tril(ids[:, None] == ids)[None]}
 
 
 class OwnContender:
-    """Builds, compiles and runs one of `OURS`.
+    """Builds, compiles and runs one of `OURS`, or `EQUAL`.
 
     Args:
-        settings: `recipe` (resolved), `name`, and `steps` (of the plan, warm-up included).
+        settings: `recipe` (resolved), `name`, and `steps` (of the plan, warm-up included); of several `ranks` also
+            which `rank` this is.
     """
 
     def __init__(self, settings: Mapping[str, Any]):
         begin = time.perf_counter()
-        recipe = parse_recipe(settings["recipe"])
-        workload = bench_workload(recipe)
-        self.workload, self.parts = contender_workload(
-            settings["name"], workload, step_parts(workload, settings["steps"])
-        )
+        recipe, name = parse_recipe(settings["recipe"]), settings["name"]
+        workload = bench_workload(recipe, world_size=settings.get("ranks", 1))
+        self.middle, parts = 0, step_parts(workload, settings["steps"], settings.get("rank", 0))
+        if name in (MAIN, EQUAL):
+            self.middle = middle_step(workload, parts)
+        self.workload, self.parts = contender_workload(name, workload, parts)
         target = set_up_device(recipe.device, recipe.graph)
-        cache = None
-        if settings["name"] == RECOMPILE:
-            self.graphs: TrainingGraphs = UndeclaredGraphs(self.workload, target, sum(len(step) for step in self.parts))
-            compiling = time.perf_counter()
-        else:
-            self.graphs = TrainingGraphs(self.workload, target)
-            compiling = time.perf_counter()
-            cache = compile_graphs(recipe.graph, self.graphs)
+        attention = dense_packs() if name == "packed_dense" else None
+        declare = name != "varlen_recompile"
+        self.graphs = TrainingGraphs(self.workload, target, attention, declare)
+        compiling = time.perf_counter()
+        cache = compile_graphs(recipe.graph, self.graphs) if declare else None
         store = workload.store
         self.batches = MicroBatches(store.train, self.workload.layout, store.pad_id, self.graphs.attention.columns)
         self._ready = {
@@ -87,15 +95,28 @@ class OwnContender:
         begin = time.perf_counter()
         loss = self._train(micro_batches, supervised, rate)
         seconds = time.perf_counter() - begin
-        segments = [np.diff(columns["actual_seq_qlen"], prepend=0).astype(np.int64) for columns in micro_batches]
+        tokens = int(sum(columns["input_ids"].size for columns in micro_batches))
         return {
             "seconds": seconds,
             "loss": loss,
-            "tokens_computed": int(sum(columns["input_ids"].size for columns in micro_batches)),
-            "tokens_supervised": supervised,
-            "squared_tokens": int(sum((lengths**2).sum() for lengths in segments)),
+            "tokens_computed": tokens,
+            "tokens_with_logits": supervised if body_in_use() == "kernel" else tokens,
+            "squared_tokens": sum(map(self._squared_tokens, micro_batches)),
             "compiled": self.graphs.counts()["train"] - graphs_before,
         }
+
+    def _squared_tokens(self, columns: Columns) -> int:
+        """What attention's work grows with: squares of causal segments; a dense mask computes the other half too."""
+        if self.graphs.attention.name == DENSE_PACKS:
+            return 2 * columns["input_ids"].size ** 2
+        return int((np.diff(columns["actual_seq_qlen"], prepend=0).astype(np.int64) ** 2).sum())
+
+    def middle_step(self) -> Reply:
+        """Train on the first micro-batch of `middle_step`, at a rate of 0: seconds, and T."""
+        columns = self.batches.columns(self.parts[self.middle][0])
+        begin = time.perf_counter()
+        self._train([columns], _supervised(columns), 0.0)
+        return {"seconds": time.perf_counter() - begin, "tokens": columns["input_ids"].size}
 
     def _train(self, micro_batches: list[Columns], supervised: int, rate: float) -> float:
         loss_sums = [self.graphs.accumulate(columns) for columns in micro_batches]
@@ -118,10 +139,7 @@ class OwnContender:
 
     def pipeline(self) -> Reply:
         """Tokens per second of the data set alone, the store's pages dropped from the system's cache before."""
-        folder = self.workload.store.folder
-        for path in folder.rglob("*.bin"):
-            with path.open("rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        size = drop_from_cache(self.workload.store.folder)
         tokens, begin = 0, time.perf_counter()
         plan = self.workload.plans.epoch(0)
         ids = (plan.micro_batch(s, m) for s in range(plan.num_steps) for m in range(plan.settings.micro_batches))
@@ -130,7 +148,6 @@ class OwnContender:
             if time.perf_counter() - begin > PIPELINE_SECONDS:
                 break
         seconds = time.perf_counter() - begin
-        size = sum(path.stat().st_size for path in folder.rglob("*.bin"))
         return {"tokens": tokens, "tokens_per_second": tokens / seconds, "store_mb": size / 1e6}
 
     def save_weights(self, path: str) -> Reply:
@@ -164,6 +181,16 @@ class MatrixProduct:
         return {"numpy": flops / (between - begin), "mindspore": flops / (end - between)}
 
 
+def drop_from_cache(folder: Path) -> int:
+    """Have the system forget the pages of a store's files that no process holds; the files' bytes."""
+    size = 0
+    for path in folder.rglob("*.bin"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            size += os.fstat(file.fileno()).st_size
+    return size
+
+
 def _supervised(columns: Columns) -> int:
     return int((columns["labels"] != IGNORE_INDEX).sum())
 
@@ -174,5 +201,5 @@ def start(settings: dict[str, Any]) -> dict[str, Answer]:
         rate = MatrixProduct()
         return {"ready": lambda: {}, "step": rate.step, "finish": lambda: {}}
     own = OwnContender(settings)
-    commands = (own.ready, own.step, own.stream, own.pipeline, own.save_weights, own.finish)
+    commands = (own.ready, own.step, own.middle_step, own.stream, own.pipeline, own.save_weights, own.finish)
     return {command.__name__: command for command in commands}

@@ -30,6 +30,16 @@ MUCH_DIRT = 0.02
 COARSE = 0.15
 """More than this share of computed tokens that are padding means sizes are aligned too coarsely."""
 UNEVEN = 0.05
+CODES_OF_KEYS = {
+    "model.max_position_embeddings": "SHAPE-POSITIONS",
+    "shapes.row_buckets": "SHAPE-BUCKET",
+    "shapes.token_sizes": "SHAPE-BUCKET",
+    "shapes.max": "SHAPE-RANGE",
+    "shapes.divisor": "SHAPE-DIVISOR",
+    "batch.token_budget: must be a multiple": "SHAPE-DIVISOR",
+}
+"""Faults of a recipe that have an entry of their own, by how they begin."""
+
 FEW_TIMES = 2.0
 """The rule of the field: where P99 is below this many medians, padding may be as good."""
 
@@ -94,7 +104,8 @@ def _all_checks(
 def _refused(area: str, error: VarlenError) -> Iterator[Check]:
     """A check for each fault that an error lists."""
     for fault in getattr(error, "faults", [str(error)]):
-        yield Check(area, RED, fault, error.code or {"DataError": "DATA-SOURCE"}.get(type(error).__name__, "RECIPE"))
+        special = next((code for path, code in CODES_OF_KEYS.items() if fault.startswith(path)), None)
+        yield Check(area, RED, fault, special or error.code)
 
 
 def data_checks(workload: Workload) -> Iterator[Check]:

@@ -29,10 +29,10 @@ def bucket_figure(
     """
     figure = length_figure(edges, counts, marks)
     (axes,) = figure.axes
-    _bucket_edges(axes, boundaries, 0.66)
+    _bucket_edges(axes, boundaries)
     axes.set_xlabel("length of a document (tokens)")
     axes.set_ylabel("documents")
-    axes.legend(loc="upper left", handlelength=1)
+    figure.legend(loc="outside lower center", handlelength=1)
     return figure
 
 
@@ -44,7 +44,7 @@ def cumulative_figure(cumulative: Mapping[str, Sequence[float]], boundaries: Seq
     lengths = np.array(cumulative["lengths"], np.float64)
     if lengths[-1] > 10 * lengths[0]:
         axes.set_xscale("log")
-    _bucket_edges(axes, boundaries, 1.0)
+    _bucket_edges(axes, boundaries)
     axes.plot(lengths, cumulative["documents"], color=BLUE, label="documents")
     axes.plot(lengths, cumulative["tokens"], color=ORANGE, label="their tokens")
     axes.set_ylim(0, 1.02)
@@ -119,7 +119,8 @@ def window_figure(windows: Sequence[Mapping[str, float]]) -> Figure:
     padding.set_ylim(0)
     padding.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     padding.set_ylabel("padding\n(of real tokens)")
-    mixing.plot(sizes, [row["length_mixing_of_steps"] for row in windows], "s--", color=GREY, label="of steps")
+    steps = [row["length_mixing_of_steps"] for row in windows]
+    mixing.plot(sizes, steps, "s-", color=GREY, alpha=0.45, linewidth=5, markersize=9, label="of steps")  # may be equal
     mixing.plot(sizes, [row["length_mixing"] for row in windows], "o-", color=BLUE, label="of micro-batches")
     mixing.set_ylim(0, 1.2)
     mixing.set_ylabel("length mixing\n(1 = random)")
@@ -133,31 +134,25 @@ def window_figure(windows: Sequence[Mapping[str, float]]) -> Figure:
 
 @matplotlib.rc_context(STYLE)
 def imbalance_figure(after: np.ndarray, before: np.ndarray) -> Figure:
-    """How far the slowest rank is over the mean in each step [n], before and after samples are dealt over ranks."""
+    """How far the slowest rank is over the mean in each step, after [n] and before [m] samples are dealt over ranks."""
     figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.subplots()
     edges = np.linspace(0, max(float(before.max()), float(after.max()), 1e-3) * 1.02, 41)
-    counts = [np.histogram(values, edges)[0] for values in (after, before)]
+    counts = [np.histogram(values, edges)[0] / values.size for values in (after, before)]
     axes.stairs(counts[0], edges, fill=True, color=PALE_BLUE, label=f"balanced, mean {after.mean():.1%}")
     axes.stairs(counts[1], edges, color=ORANGE, linewidth=1.3, label=f"before balancing, mean {before.mean():.1%}")
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_xlabel("work of the slowest rank over the mean")
-    axes.set_ylabel("steps of an epoch")
+    axes.set_ylabel("share of the steps")
     axes.legend(loc="upper right")
     return figure
 
 
-def _bucket_edges(axes: Axes, boundaries: Sequence[int], height: float) -> None:
+def _bucket_edges(axes: Axes, boundaries: Sequence[int]) -> None:
     for number, boundary in enumerate(boundaries):
-        axes.axvline(
-            boundary,
-            ymax=height,
-            color=GREY,
-            linestyle=":",
-            linewidth=0.9,
-            label=None if number else f"{len(boundaries)} bucket edges",
-        )
+        label = None if number else f"{len(boundaries)} bucket edges"
+        axes.axvline(boundary, color=GREY, linestyle=":", linewidth=0.9, zorder=0.9, label=label)
 
 
 def _bars(labels: Sequence[str]) -> tuple[Figure, Axes]:

@@ -18,7 +18,9 @@ from ms_varlen.diagnose.planning_figures import (
     window_figure,
 )
 from ms_varlen.diagnose.report import LEDGER_ROWS, render
-from ms_varlen.train.workload import Workload, epoch_batches, rank_imbalance
+from ms_varlen.planning.cost import CostModel
+from ms_varlen.train.epoch_numbers import epoch_batches, rank_balance
+from ms_varlen.train.workload import Workload
 
 LENGTH_ROWS = {
     "p50": "median",
@@ -31,9 +33,12 @@ LENGTH_ROWS = {
 CLEANING_ROWS = {
     "in": "read",
     "kept": "kept",
-    "cut": "cut at their end",
+    "cut": "cut",
     "empty": "dropped: empty",
+    "control": "dropped: control characters",
+    "duplicate": "dropped: duplicates",
     "short": "dropped: too short",
+    "unsupervised": "dropped: nothing to learn",
     "overlong": "dropped: too long",
 }
 
@@ -74,13 +79,13 @@ def stats_tables(result: Mapping[str, Any]) -> list[PageTable]:
             "Lengths, tokens",
             ["", "documents", "samples"],
             lengths,
-            [f"documents: {result['documents_note']}; {limit}"],
+            [f"documents: as before cutting, without those dropped as empty or too short; {limit}"],
         ),
         PageTable(
             "Share of real work",
             ["", "tokens", "FLOPs"],
             shares,
-            [f"FLOPs of {result['flops_of']}; the maximum is seq_length, {result['seq_length']:,}"],
+            [f"FLOPs of {result['flops_of']}; the maximum is the longest sample, {samples['max']:,}"],
         ),
         PageTable(f"If documents were cut at P99, {cut['limit']:,} tokens", ["", "number", "share"], cuts, []),
         PageTable("Cleaning", ["", "documents", "tokens"], cleaned, []),
@@ -106,16 +111,17 @@ def comparison_tables(result: Mapping[str, Any], differing: bool) -> list[PageTa
     notes = [
         f"{'' if 'target' in result else '*: the recipe. '}Steps of an epoch; GB: the least memory of a step at the "
         "largest T; tokens, FLOPs: real ones, of those computed",
-        "x padded: times less work than padded to seq_length, by FLOPs"
+        "x padded: times less work than padded to the longest sample, by FLOPs"
         + (", then by the seconds of calibration.json" if measured else ""),
         f"planned on {result['planned_on_samples']:,} samples",
     ]
     tables = [PageTable("Modes compared", [*head, *(["x measured"] if measured else [])], rows, notes)]
     advice = [row for row in result["advice"] if row["differs"] or not differing]
     if advice or differing:
-        notes = [f"decided by {result['decided_by']}"]
+        why = f"; {result['calibration_note']}" if result["calibration_note"] else ""
+        notes = [f"decided by {result['decided_by']}{why}"]
         if result["advised_overrides"]:
-            notes.append(f"to take it, add: {' '.join(result['advised_overrides'])}")
+            notes.append(f"to take it: {result['advised_command']}")
         tables.append(_advice_table(advice, notes, differing))
     return tables
 
@@ -223,7 +229,8 @@ def write_plan_page(name: str, workload: Workload, result: Mapping[str, Any], pa
         figures.append(("Sorting within windows", text, svg_data(window_figure(result["windows"]))))
     if result["world_size"] > 1:
         text = f"{result['world_size']} ranks; a step waits for the slowest."
-        figures.append(("Balance over ranks", text, svg_data(imbalance_figure(*rank_imbalance(workload)))))
+        balance = rank_balance(workload.plans, workload.layout, CostModel.of_decoder(workload.model_config))
+        figures.append(("Balance over ranks", text, svg_data(imbalance_figure(balance.after, balance.before))))
     fill = float(real.mean()) / workload.shapes.max
     headline = [
         _number("Steps an epoch", f"{result['steps_per_epoch']:,}", f"{result['epochs']:g} epochs in the run"),
@@ -248,7 +255,8 @@ def write_plan_page(name: str, workload: Workload, result: Mapping[str, Any], pa
 def _imbalance(result: Mapping[str, Any]) -> dict:
     if result["world_size"] == 1:
         return _number("Slowest rank", "–", "one rank; --world-size plans for more")
-    note = f"over the mean; {result['imbalance_mean_unbalanced']:.1%} before balancing"
+    floor, before = result["imbalance_mean_floor"], result["imbalance_mean_unbalanced"]
+    note = f"over the mean; at least {floor:.1%} whatever is dealt where, {before:.1%} before balancing"
     return _number("Slowest rank", f"{result['imbalance_mean']:.1%}", note)
 
 

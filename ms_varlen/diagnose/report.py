@@ -123,7 +123,12 @@ def write_align_report(result: Mapping[str, Any], path: Path) -> Path:
         ("Loss of both", "Same weights at the start, same samples in every step.", svg_data(losses)),
         ("Difference of the losses", "Absolute, by step.", svg_data(differences)),
     ]
-    page = render("align.html.j2", title=f"Alignment of {result['mode']} with padded", result=result, figures=figures)
+    page = render(
+        "align.html.j2",
+        title=f"Alignment of {result['mode']} with {result.get('against', 'padded')}",
+        result=result,
+        figures=figures,
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, [page.encode()])
     return path

@@ -6,6 +6,9 @@
 import dataclasses
 import json
 import math
+import os
+import shlex
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +18,9 @@ import numpy as np
 from ms_varlen.data.store import Progress, TokenStore, prepare_store
 from ms_varlen.errors import DataError, RecipeError
 from ms_varlen.graph.shapes import round_up
+from ms_varlen.ops.kernel_build import COMPILERS
 from ms_varlen.planning.advice import Pair, Situation, advise, choose_pair
-from ms_varlen.planning.buckets import length_counts
+from ms_varlen.planning.buckets import batch_maximum_counts
 from ms_varlen.planning.cost import CostModel
 from ms_varlen.planning.statistics import cut_at, length_cumulative, length_histogram, length_statistics
 from ms_varlen.planning.windows import divisor_boundaries, window_trade
@@ -24,20 +28,21 @@ from ms_varlen.planning.work import Calibration, EpochWork
 from ms_varlen.train.recipe import Recipe, load_recipe, parse_recipe
 from ms_varlen.train.recipe_rules import has_row_buckets
 from ms_varlen.train.recipe_yaml import apply_overrides
-from ms_varlen.train.variants import compare_variants, overrides_between, rows_of, sampled, variant
-from ms_varlen.train.workload import DEFAULT_NUM_BUCKETS, SampleLengths
+from ms_varlen.train.variants import (
+    compare_variants,
+    overrides_between,
+    padded_works,
+    rows_of,
+    sampled,
+    variant,
+)
+from ms_varlen.train.workload import SampleLengths, recipe_row_lengths
 
 WINDOWS = (100, 1_000, 10_000, 100_000)
 CALIBRATION_FILE = "calibration.json"
 DEFAULT_MODEL = {"architecture": "llama", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
-SHARES: dict[str, Pair] = {
-    "padded_to_maximum": ("padded", "static"),
-    "padded_to_batch_maximum": ("padded", "range"),
-    "bucketed": ("bucketed", "range"),
-    "packed": ("packed", "range"),
-    "varlen": ("varlen", "range"),
-}
-"""The ways to lay a corpus out whose real work is compared, by name."""
+SHARES = ("bucketed", "packed", "varlen")
+"""Modes whose real work is compared with that of padded rows."""
 
 
 def stats_recipe(target: str, tokenizer: str | None, seq_length: int | None, overrides: Iterable[str]) -> Recipe:
@@ -100,14 +105,13 @@ def corpus_stats(target: str, recipe: Recipe, progress: Progress | None = None) 
     comparison = Comparison.of(recipe, store, own=own)
     model = comparison.situation.sizes
     documents = comparison.document_lengths
-    histogram = length_histogram(documents.lengths)
+    histogram = length_histogram(documents)
     return {
         "target": target,
         "source": recipe.data.source,
         "tokenizer": recipe.data.tokenizer,
         "seq_length": recipe.model.seq_length,
-        "documents": _renamed(length_statistics(documents.lengths)),
-        "documents_note": documents.note,
+        "documents": _renamed(length_statistics(documents)),
         "samples": length_statistics(np.asarray(store.train.lengths)),
         "cleaning": dataclasses.asdict(store.ledgers["train"] + store.ledgers["eval"]),
         "cut_at_p99": dict(comparison.situation.cut_at_p99),
@@ -115,7 +119,7 @@ def corpus_stats(target: str, recipe: Recipe, progress: Progress | None = None) 
         f"{model.hidden_size}, vocabulary {model.vocab_size}",
         **comparison.to_dict(),
         "histogram": histogram,
-        "cumulative": length_cumulative(documents.lengths, histogram["edges"]),
+        "cumulative": length_cumulative(documents, histogram["edges"]),
     }
 
 
@@ -124,55 +128,9 @@ def plan_advice(recipe: Recipe, store: TokenStore, world_size: int = 1) -> dict[
     return Comparison.of(recipe, store, own=True, world_size=world_size).to_dict()
 
 
-@dataclasses.dataclass(frozen=True)
-class DocumentLengths:
-    """Lengths of documents before they were cut.
-
-    Attributes:
-        lengths: [n] int64, tokens per document that cleaning kept or dropped for its length.
-        note: how far they can be trusted, in words.
-    """
-
-    lengths: np.ndarray
-    note: str
-
-
-def document_lengths(store: TokenStore, overlong: str) -> DocumentLengths:
-    """The lengths of documents before `overlong` cut them, from the pieces that the store keeps.
-
-    Pieces of a split document are summed; a last piece below `min_tokens` is lost, and the note says how much that is.
-    What `truncate` and `drop` took away is known as a sum alone: it is spread evenly over the documents concerned,
-    which leaves totals and every percentile up to `seq_length` exact.
-    """
-    parts = []
-    for table in (store.train, store.eval):
-        if len(table):
-            starts = np.flatnonzero(np.diff(table.document_ids, prepend=-1))
-            parts.append(np.add.reduceat(np.asarray(table.lengths, np.int64), starts))
-    lengths = np.concatenate(parts)
-    ledger = store.ledgers["train"] + store.ledgers["eval"]
-    if overlong == "drop" and ledger.documents_overlong:
-        longer = _spread(ledger.tokens_overlong, ledger.documents_overlong)
-        return DocumentLengths(np.append(lengths, longer), _mean_note(longer, store.seq_length, "dropped"))
-    if overlong == "truncate" and ledger.documents_cut:
-        cut = np.flatnonzero(lengths == store.seq_length)[: ledger.documents_cut]
-        lengths[cut] += _spread(ledger.tokens_cut, cut.size)
-        return DocumentLengths(lengths, _mean_note(lengths[cut], store.seq_length, "truncated"))
-    note = "whole documents, as they were before cutting"
-    if ledger.tokens_cut:
-        note += f", but for {ledger.tokens_cut:,} tokens of last pieces below data.min_tokens"
-    return DocumentLengths(lengths, note)
-
-
-def _spread(total: int, parts: int) -> np.ndarray:
-    return np.diff(np.arange(parts + 1, dtype=np.int64) * total // parts)
-
-
-def _mean_note(lengths: np.ndarray, seq_length: int, done: str) -> str:
-    return (
-        f"the store keeps no more than {seq_length:,} tokens of a document: the {lengths.size:,} {done} ones count "
-        f"with their mean, {float(lengths.mean()):,.0f}, so the maximum is too low; data.overlong=split shows it"
-    )
+def document_lengths(store: TokenStore) -> np.ndarray:
+    """[d] int32, tokens per document before it was cut; empty and too short ones are left out."""
+    return np.concatenate([store.train.document_lengths, store.eval.document_lengths])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +141,7 @@ class Comparison:
         recipe: as given.
         situation: the works and all that advice depends on.
         refused: pairs that are not possible, and why.
-        document_lengths: before cutting.
+        document_lengths: [d] ints, before cutting.
         planned_on: samples that the works were counted on, of all of them.
         mean_length: of those samples, in tokens.
         windows: see `window_trade`; rows padded to the batch maximum.
@@ -193,7 +151,7 @@ class Comparison:
     recipe: Recipe
     situation: Situation
     refused: Mapping[Pair, str]
-    document_lengths: DocumentLengths
+    document_lengths: np.ndarray
     planned_on: int
     mean_length: float
     windows: list[dict[str, float]]
@@ -208,22 +166,29 @@ class Comparison:
         """
         config = recipe.model.config.with_vocab_size(store.vocab_size)
         cost, divisor = CostModel.of_decoder(config), recipe.shapes.divisor
-        whole = SampleLengths(np.asarray(store.train.lengths), store.train.lengths_fingerprint, store.eval.longest)
+        whole = SampleLengths.of(store)
         part = sampled(whole)
+        mean = float(part.train.mean(dtype=np.float64))
         works, refused = compare_variants(recipe, part, cost, world_size)
+        padded = padded_works(recipe, part, mean, world_size)
         factor = len(store.train) / part.train.size
         if factor > 1:
             works = {pair: work.scaled(factor) for pair, work in works.items()}
-        documents = document_lengths(store, recipe.data.overlong)
-        statistics = length_statistics(documents.lengths)
+            padded = {name: work.scaled(factor) for name, work in padded.items()}
+        documents = document_lengths(store)
+        statistics = length_statistics(documents)
         pair = (recipe.mode, recipe.shapes.kind)
         buckets = recipe.shapes.row_buckets
+        picked = has_row_buckets(*pair) and not isinstance(buckets, list)
+        calibration, note = _calibration_of(recipe, config.parameter_count()) if own else (None, None)
         situation = Situation(
             pair=pair,
             works=works,
+            padded=padded,
             documents=statistics,
-            cut_at_p99=cut_at(documents.lengths, round_up(math.ceil(statistics["p99"]), divisor), cost),
-            counts=length_counts(whole.train),
+            cut_at_p99=cut_at(documents, round_up(math.ceil(statistics["p99"]), divisor), cost),
+            counts=whole.counts,
+            padded_counts=_padded_counts(recipe, whole.counts, mean),
             sizes=config,
             parameters=config.parameter_count(),
             value_bytes=2 if recipe.device.target == "Ascend" else 4,
@@ -233,15 +198,15 @@ class Comparison:
             token_budget=recipe.batch.token_budget,
             rows=recipe.batch.rows,
             row_buckets=buckets if isinstance(buckets, list) else None,
-            num_buckets=_picked(recipe),
+            num_buckets=len(recipe_row_lengths(recipe, whole, cost)) if picked else None,
             max_graphs=recipe.graph.max_graphs,
             learning_rate=recipe.train.learning_rate if own else None,
             epochs=recipe.train.steps / works[pair].steps if pair in works else 1.0,
             max_memory=_bytes(recipe.device.max_memory),
             slow_range=recipe.device.target == "Ascend",
-            calibration=read_calibration(recipe.checkpoint.output_dir) if own else None,
+            calibration=calibration,
+            calibration_note=note,
         )
-        mean = float(part.train.mean(dtype=np.float64))
         trade = _window_trade(recipe, part, mean, world_size) if works else []
         return cls(recipe, situation, refused, documents, part.train.size, mean, trade, own)
 
@@ -249,17 +214,18 @@ class Comparison:
         """JSON values: `shares`, `modes`, `refused`, `advice`, `decided_by` and how they were counted."""
         situation, works = self.situation, self.situation.works
         cost = situation.cost
+        compared = {f"padded_to_{name}": work for name, work in situation.padded.items()}
+        compared |= {mode: works[mode, "range"] for mode in SHARES if (mode, "range") in works}
         return {
             "shares": {
-                name: {"tokens": works[pair].token_share, "flops": works[pair].flop_share(cost)}
-                for name, pair in SHARES.items()
-                if pair in works
+                name: {"tokens": work.token_share, "flops": work.flop_share(cost)} for name, work in compared.items()
             },
             "modes": [self._mode(pair, work) for pair, work in works.items()],
             "refused": {f"{mode}, {kind}": why for (mode, kind), why in self.refused.items()},
             "planned_on_samples": self.planned_on,
             "windows": self.windows,
             "decided_by": "calibration.json" if situation.calibration else "model FLOPs",
+            "calibration_note": situation.calibration_note,
             "advice": self._advice(),
             "advised_overrides": self._overrides(),
         }
@@ -279,8 +245,7 @@ class Comparison:
 
     def _mode(self, pair: Pair, work: EpochWork) -> dict[str, Any]:
         situation = self.situation
-        baseline = ("padded", "static")
-        gains = situation.speedup(pair, baseline) if baseline in situation.works else {}
+        gains = situation.speedup(pair, situation.padded["maximum"])
         return {
             "mode": pair[0],
             "kind": pair[1],
@@ -292,7 +257,7 @@ class Comparison:
             "memory_gb": situation.memory(work.largest)["total"] / 1e9,
             "real_token_share": work.token_share,
             "real_flop_share": work.flop_share(situation.cost),
-            "speedup_by_flops": gains.get("flops"),
+            "speedup_by_flops": gains["flops"],
             "speedup_by_seconds": gains.get("seconds"),
         }
 
@@ -309,8 +274,29 @@ def _window_trade(
     return window_trade(lengths.train, rows, row_lengths, windows, per_step, recipe.train.seed)
 
 
+def _padded_counts(recipe: Recipe, counts: np.ndarray, mean_length: float) -> np.ndarray:
+    """How often each length is the longest of a padded micro-batch; sorted within windows, rows are alike."""
+    return counts if recipe.batch.window else batch_maximum_counts(counts, rows_of(recipe, mean_length))
+
+
+def _calibration_of(recipe: Recipe, parameters: int) -> tuple[Calibration | None, str | None]:
+    """What a bench of the recipe measured, or why it is not used."""
+    found = read_calibration(recipe.checkpoint.output_dir)
+    if found is None:
+        return None, None
+    bodies = {"CPU": [cpu_body()], "Ascend": ["ascend"], "auto": [cpu_body(), "ascend"]}[recipe.device.target]
+    why = found.mismatch(parameters, bodies)
+    return (found, None) if why is None else (None, f"calibration.json is not used: {why}; bench this recipe")
+
+
+def cpu_body() -> str:
+    """The body that operators have on this CPU, as far as can be told without building the kernels."""
+    asked_for = shlex.split(os.environ.get("CXX", ""))[:1]
+    return "kernel" if any(shutil.which(name) for name in asked_for or COMPILERS) else "reference"
+
+
 def read_calibration(output_dir: Path) -> Calibration | None:
-    """What a bench of the recipe measured, None when none was run.
+    """What a bench left in a folder, None when none was run.
 
     Raises:
         DataError: the file is there and cannot be used.
@@ -325,13 +311,6 @@ def read_calibration(output_dir: Path) -> Calibration | None:
     if not isinstance(values, dict):
         raise DataError(f"a calibration must be a JSON object, got {type(values).__name__}, in {path}; bench again")
     return Calibration.from_dict(values, str(path))
-
-
-def _picked(recipe: Recipe) -> int | None:
-    """The most row lengths that a recipe has picked for it, None where it picks none."""
-    if isinstance(recipe.shapes.row_buckets, list) or not has_row_buckets(recipe.mode, recipe.shapes.kind):
-        return None
-    return recipe.shapes.num_buckets or DEFAULT_NUM_BUCKETS
 
 
 def _bytes(memory: str | None) -> float | None:

@@ -34,7 +34,11 @@ class ShapesConfig(BaseModel):
         "batch.token_budget, or auto: those that waste least on this corpus; for varlen and packed recipes "
         "with buckets",
     )
-    num_buckets: int | None = Field(default=None, ge=1, description="the most sizes that auto picks; 8 if left out")
+    num_buckets: int | None = Field(
+        default=None,
+        ge=1,
+        description="the most sizes that auto picks; if left out, as many as save 1 % of the real work each",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "ShapesConfig":

@@ -13,10 +13,21 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
+from ms_varlen.errors import LengthsError
+
 INT_MAX = 2147483647
 LAYOUTS = ("BSH", "BNSD", "SBH", "BSND", "TND")
 COMPRESSED = (2048, 2048)
 MAX_SEQUENCES = 1024
+
+
+_moved: dict[int, Tensor] = {}
+
+
+def move_to_device(tensor: Tensor) -> Tensor:
+    """The tensor, remembered as one that lies on the device: there is no device here to move it to."""
+    _moved[id(tensor)] = tensor  # kept, so that its id stays its own
+    return tensor
 
 
 def _need(holds: bool, error: type[Exception], rule: str) -> None:
@@ -85,6 +96,8 @@ def _read_ends(name: str, ends, tokens: int) -> np.ndarray:
     if isinstance(ends, Tensor):
         _need(ends.dtype in (ms.int32, ms.int64), TypeError, f"{name} must hold integers, got {ends.dtype}")
         _need(ends.ndim == 1, RuntimeError, f"{name} must have one axis, got shape {ends.shape}")
+        if id(ends) in _moved:
+            raise LengthsError(f"{name} must stay on the host, got a tensor that was moved to the device", "LEN-DEVICE")
         ends = ends.asnumpy().tolist()
     listed = isinstance(ends, (tuple, list))
     _need(listed, TypeError, f"{name} must be Tensor, tuple or list, got {type(ends).__name__}")

@@ -1,0 +1,119 @@
+"""Who finds a planted fault: the batch check, align, the linter, or nobody."""
+
+import contextlib
+import functools
+import json
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+
+from ms_varlen.data.dataset import MicroBatches
+from ms_varlen.diagnose.align import align
+from ms_varlen.diagnose.lint import lint_batch
+from ms_varlen.errors import VarlenError
+from ms_varlen.testing.planted import Fault, changed_columns
+from ms_varlen.train.recipe import load_recipe
+from ms_varlen.train.workload import prepare
+
+RECIPE = """
+mode: varlen
+data: {{source: {corpus}, tokenizer: bytes, eval_fraction: 0, store_dir: {folder}/stores}}
+batch: {{token_budget: 256}}
+shapes: {{kind: range, divisor: 16}}
+model:
+  config: {{architecture: llama, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2}}
+  variable_seq_lengths: true
+  seq_length: 64
+  max_position_embeddings: 64
+train: {{steps: 2, learning_rate: 1e-2}}
+graph: {{mode: pynative}}
+checkpoint: {{output_dir: {folder}/output, resume: never}}
+"""
+
+
+def write_recipe(folder: Path) -> Path:
+    """A tiny recipe with a corpus of its own."""
+    rng = random.Random(1)
+    lengths = [min(int(rng.lognormvariate(2.6, 0.7)) + 3, 56) for _ in range(60)]
+    texts = [f"{number} " + "".join(rng.choices("abcdefgh ", k=length)) for number, length in enumerate(lengths)]
+    corpus, recipe = folder / "corpus.jsonl", folder / "recipe.yaml"
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    recipe.write_text(RECIPE.format(corpus=corpus, folder=folder))
+    return recipe
+
+
+def find(fault: Fault | None, recipe: Path) -> tuple[str, str | None, float]:
+    """(who found it, the code, seconds); ("nobody", None, seconds) where all was well."""
+    begin = time.perf_counter()
+    with fault.plant() if fault else contextlib.nullcontext():
+        try:
+            result = align(load_recipe(recipe, []), 1, lambda *_: None)
+        except VarlenError as error:
+            return "check", error.code, time.perf_counter() - begin
+    if result["passed"]:
+        return "nobody", None, time.perf_counter() - begin
+    return "align", result["bisect"]["code"], time.perf_counter() - begin
+
+
+def mutate(columns: dict[str, np.ndarray], rng: np.random.Generator) -> tuple[str, dict[str, np.ndarray]]:
+    """A small random change of one column, and what it was."""
+    name = rng.choice(["labels", "position_ids", "seq_lens", "actual_seq_qlen", "input_ids"])
+    values = columns[name].copy()
+    kind = rng.choice(["add", "swap", "copy"])
+    a, b = rng.integers(values.size, size=2)
+    if kind == "add":
+        values[a] += rng.choice([-1, 1])
+    elif kind == "swap":
+        values[a], values[b] = values[b], values[a]
+    else:
+        values[a] = values[b]
+    return f"{kind} {name}", columns | {str(name): values.astype(np.int32)}
+
+
+def _instead(mutated: dict[str, np.ndarray], _: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return mutated
+
+
+def detection_rate(recipe: Path, count: int) -> dict[str, int]:
+    """How many of `count` mutations the batch check, the linter, or nobody finds."""
+    workload = prepare(load_recipe(recipe, []))
+    plan = workload.plans.epoch(0)
+    batches = MicroBatches(workload.store.train, workload.layout, workload.store.pad_id, lambda lens: {})
+    rng = np.random.default_rng(0)
+    found = {"check": 0, "lint": 0, "no change": 0}
+    for index in range(count):
+        ids = plan.micro_batch(index % plan.num_steps, 0)
+        healthy = batches.columns(ids)
+        what, mutated = mutate(healthy, rng)
+        if all(np.array_equal(healthy[name], mutated[name]) for name in healthy):
+            found["no change"] += 1
+            continue
+        with changed_columns(functools.partial(_instead, mutated)):
+            try:
+                batches.columns(ids)
+            except VarlenError:
+                found["check"] += 1
+                continue
+        if lint_batch(mutated, workload.store.pad_id):
+            found["lint"] += 1
+        else:
+            key = f"silent: {what}, " + explain(healthy, mutated)
+            found[key] = found.get(key, 0) + 1
+    return found
+
+
+def explain(healthy: dict[str, np.ndarray], mutated: dict[str, np.ndarray]) -> str:
+    """Why nobody can know that a batch was changed."""
+    real = int(healthy["seq_lens"].sum())
+    name = next(name for name in healthy if not np.array_equal(healthy[name], mutated[name]))
+    same_size = healthy[name].size == mutated[name].size
+    places: np.ndarray = np.flatnonzero(healthy[name] != mutated[name]) if same_size else np.zeros(0, np.int64)
+    if name == "input_ids" and len(places) and (places >= real).all():
+        return "an id in the padding, which counts for nothing"
+    if name == "position_ids" and len(places) and (places >= real).all():
+        return "a position in the padding, which counts for nothing"
+    if name == "labels":
+        return "a target taken away, which is what masking a prompt looks like"
+    return "an id that is consistent with its label"
