@@ -14,6 +14,11 @@ class CheckpointConfig(BaseModel):
     output_dir: Path = Field(description="folder of all runs of this recipe; a run writes below <output_dir>/<mode>")
     every: int | None = Field(default=None, ge=1, description="steps between two checkpoints; null: only at the end")
     keep: int = Field(default=2, ge=1, description="number of newest checkpoints that are kept")
+    on_save_error: Literal["stop", "continue"] = Field(
+        default="stop",
+        description="when a checkpoint cannot be written, on a full disk say: stop, or continue and try again at the "
+        "next one; the last good one stays. The last save of a run must succeed",
+    )
     resume: Literal["auto", "never"] | Path = Field(
         default="auto",
         description="auto: go on with the newest run; never: begin anew in a numbered folder; "

@@ -11,9 +11,10 @@
   folder is one of this `output_dir` and mode; else in a new numbered folder that begins with it (hard links, or copies
   on another disk) and with the metrics up to its step. So newer checkpoints and other folders stay as they are.
 
-To go on, the recipe must be the one in `recipe.yaml` beside the checkpoint, but for `MAY_CHANGE`. One process at a time
+To go on, the recipe must be the one in `recipe.yaml` beside the checkpoint, but for `MAY_CHANGE` and for what decides
+the plan (`is_planned`): then the rest of the epoch is planned anew. One process at a time
 writes a run folder: an flock on its `.lock`, which the system releases when the process ends, however it ends (a child
-that was forked without exec shares it). With several ranks, one of them opens the run.
+that was forked without exec shares it). With several ranks, one of them opens the run and the others follow.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -55,31 +56,48 @@ MAY_CHANGE = frozenset(
     {
         "train.steps",
         "train.eval_every",
+        "train.max_bad_steps",
         "checkpoint.output_dir",  # says where the run lies; it is there
+        "data.workers",
         "data.store_dir",  # says where the samples lie; the plan's fingerprint says whether they are the same
         "checkpoint.every",
         "checkpoint.keep",
+        "checkpoint.on_save_error",
         "checkpoint.resume",
         "graph.compile_cache",
         "graph.max_graphs",
         "device.max_memory",
+        "device.hccl_connect_seconds",
+        "device.hccl_exec_seconds",
+        "device.profile_steps",
     }
 )
-"""Recipe keys that may differ between a run and its continuation."""
+"""Recipe keys that may differ between a run and its continuation, to no effect on what is left to do."""
+
+_PLANNED_SECTIONS = ("batch.", "shapes.")
+_PLANNED_KEYS = frozenset({"mode", "model.variable_seq_lengths"})  # the checkpoint's manifest decides on the mode
+
+
+def is_planned(key: str) -> bool:
+    """Whether a recipe key may differ because the rest of the epoch is planned anew for it."""
+    return key in _PLANNED_KEYS or key.startswith(_PLANNED_SECTIONS)
+
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass
 class Run:
-    """A run folder that this process may write to, until `close`.
+    """A run folder that this process may write to, until `close`; without a lock, only read from.
 
     `checkpoint` holds all arrays of the run so far: set it to None once they are loaded, and their memory is free.
+    `replanned` names the keys that differ from the checkpoint's recipe and decide the plan, as `changed_keys` does.
     """
 
     folder: Path
     checkpoint: Checkpoint | None
-    lock: IO[bytes]
+    lock: IO[bytes] | None
+    replanned: list[str] = field(default_factory=list)
 
     @property
     def metrics_path(self) -> Path:
@@ -88,7 +106,8 @@ class Run:
 
     def close(self) -> None:
         """Let other processes write to the folder."""
-        self.lock.close()
+        if self.lock is not None:
+            self.lock.close()
 
     def __enter__(self) -> "Run":
         return self
@@ -133,11 +152,29 @@ def open_run(
             home = config.resume.resolve().parent
             if home in [folder.resolve() for folder in runs] and list_checkpoints(home)[-1].name == config.resume.name:
                 return _go_on(home, mode, recipe, expected_shapes)
-            checkpoint = _load(config.resume.resolve(), mode, recipe, expected_shapes)
-            return _begin(_next_folder(config.output_dir, mode, runs), recipe, checkpoint)
+            checkpoint, replanned = _load(config.resume.resolve(), mode, recipe, expected_shapes)
+            return _begin(_next_folder(config.output_dir, mode, runs), recipe, checkpoint, replanned)
         if config.resume == "auto" and runs:
             return _go_on(runs[-1], mode, recipe, expected_shapes)
-        return _begin(_next_folder(config.output_dir, mode, runs), recipe, None)
+        return _begin(_next_folder(config.output_dir, mode, runs), recipe, None, [])
+
+
+def follow_run(folder: Path, checkpoint: Path | None, replanned: list[str], mode: str, expected_shapes: Shapes) -> Run:
+    """The run that another rank opened, to read from: the checkpoint is loaded and verified here too.
+
+    Args:
+        folder, checkpoint, replanned: of the other rank's `Run`.
+        mode, expected_shapes: see `open_run`.
+    Raises:
+        CheckpointError: the checkpoint cannot be read here.
+    """
+    if checkpoint is not None and not checkpoint.is_dir():
+        raise CheckpointError(
+            f"{checkpoint} must be on a disk that all nodes share, and is not to be seen from this one; set "
+            "checkpoint.output_dir to a shared folder"
+        )
+    loaded = load_checkpoint(checkpoint, mode, expected_shapes) if checkpoint is not None else None
+    return Run(folder, loaded, None, replanned)
 
 
 def cut_metrics(path: Path, step: int) -> None:
@@ -150,18 +187,23 @@ def cut_metrics(path: Path, step: int) -> None:
         write_atomically(path, _lines_up_to(path, step))
 
 
-def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Dotted keys outside `MAY_CHANGE` that differ between two recipes, each as "key: was 1, is 2"."""
+def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Dotted keys outside `MAY_CHANGE` that differ between two recipes, each as "key: was 1, is 2".
+
+    Returns:
+        those that a continuation must not change, and those for which the rest of the epoch is planned anew.
+    """
     before, after = dict(dotted(old)), dict(dotted(new))
 
     def say(values: dict[str, Any], key: str) -> str:
         return json.dumps(values[key]) if key in values else "not set"
 
-    return [
-        f"{key}: was {say(before, key)}, is {say(after, key)}"
-        for key in sorted((before.keys() | after.keys()) - MAY_CHANGE)
-        if key not in before or key not in after or before[key] != after[key]
-    ]
+    refused: list[str] = []
+    replanned: list[str] = []
+    for key in sorted((before.keys() | after.keys()) - MAY_CHANGE):
+        if key not in before or key not in after or before[key] != after[key]:
+            (replanned if is_planned(key) else refused).append(f"{key}: was {say(before, key)}, is {say(after, key)}")
+    return refused, replanned
 
 
 def dotted(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -239,7 +281,7 @@ def _next_folder(output_dir: Path, mode: str, runs: list[Path]) -> Path:
     return output_dir / f"{mode}-{int(runs[-1].name.removeprefix(mode).removeprefix('-') or 1) + 1}"
 
 
-def _begin(folder: Path, recipe: dict[str, Any], checkpoint: Checkpoint | None) -> Run:
+def _begin(folder: Path, recipe: dict[str, Any], checkpoint: Checkpoint | None, replanned: list[str]) -> Run:
     """A new run folder, at step 0 or with a checkpoint of elsewhere in it; a kill leaves all of it or nothing."""
     temporary = folder.with_name(f".tmp-{folder.name}")
     temporary.mkdir()
@@ -256,7 +298,7 @@ def _begin(folder: Path, recipe: dict[str, Any], checkpoint: Checkpoint | None) 
         fsync(folder.parent)
         stack.pop_all()
     logger.info("%s begins at step %d", folder, checkpoint.step if checkpoint else 0)
-    return Run(folder, checkpoint, lock)
+    return Run(folder, checkpoint, lock, replanned)
 
 
 def _link_folder(source: Path, target: Path) -> None:
@@ -276,28 +318,30 @@ def _go_on(folder: Path, mode: str, recipe: dict[str, Any], expected_shapes: Sha
         lock = stack.enter_context(_lock(folder))
         remove_leftovers(folder)
         checkpoints = list_checkpoints(folder)
-        checkpoint = None
+        checkpoint, replanned = None, list[str]()
         if checkpoints:
-            checkpoint = _load(checkpoints[-1], mode, recipe, expected_shapes)
+            checkpoint, replanned = _load(checkpoints[-1], mode, recipe, expected_shapes)
             cut_metrics(folder / METRICS_FILE, checkpoint.step)
         else:
             (folder / METRICS_FILE).unlink(missing_ok=True)
         _write_recipe(folder, recipe)
         stack.pop_all()
     logger.info("%s goes on at step %d", folder, checkpoint.step if checkpoint else 0)
-    return Run(folder, checkpoint, lock)
+    return Run(folder, checkpoint, lock, replanned)
 
 
-def _load(path: Path, mode: str, recipe: dict[str, Any], expected_shapes: Shapes | None) -> Checkpoint:
+def _load(
+    path: Path, mode: str, recipe: dict[str, Any], expected_shapes: Shapes | None
+) -> tuple[Checkpoint, list[str]]:
     """Load a checkpoint that the recipe may go on from; one that is corrupt is never passed over silently."""
-    _check_recipe(path.parent / RECIPE_FILE, recipe)
+    replanned = _check_recipe(path.parent / RECIPE_FILE, recipe)
     if recipe["train"]["steps"] < step_of(path):
         raise CheckpointError(
             f"train.steps must be >= {step_of(path)}, the step of {path}, got {recipe['train']['steps']}; "
             "raise it, or begin anew with checkpoint.resume=never"
         )
     try:
-        return load_checkpoint(path, mode, expected_shapes)
+        return load_checkpoint(path, mode, expected_shapes), replanned
     except CorruptCheckpointError as error:
         raise _with_way_out(path, error) from error
 
@@ -308,7 +352,8 @@ def _with_way_out(path: Path, error: CorruptCheckpointError) -> CorruptCheckpoin
     return CorruptCheckpointError(f"{error}; {before}begin anew with checkpoint.resume=never")
 
 
-def _check_recipe(path: Path, recipe: dict[str, Any]) -> None:
+def _check_recipe(path: Path, recipe: dict[str, Any]) -> list[str]:
+    """The keys for which the rest of the epoch is planned anew, where the recipe may go on from the one in a file."""
     if not path.exists():
         raise CheckpointError(
             f"{path} must be beside the checkpoints, found none: nothing tells whether the recipe changed; "
@@ -323,12 +368,13 @@ def _check_recipe(path: Path, recipe: dict[str, Any]) -> None:
             f"{path} must hold the run's recipe, found {saved!r}: nothing tells whether the recipe changed; bring the "
             "file back, or begin anew with checkpoint.resume=never"
         )
-    changed = changed_keys(saved, recipe)
-    if changed:
+    refused, replanned = changed_keys(saved, recipe)
+    if refused:
         raise CheckpointError(
-            f"the recipe must be that of {path} to go on, but {'; '.join(changed)}; "
+            f"the recipe must be that of {path} to go on, but {'; '.join(refused)}; "
             "set back what changed, or begin anew with checkpoint.resume=never"
         )
+    return replanned
 
 
 def _write_recipe(folder: Path, recipe: dict[str, Any]) -> None:

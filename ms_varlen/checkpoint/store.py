@@ -50,6 +50,8 @@ Spec = dict[str, tuple[tuple[int, ...], str]]
 class CorruptCheckpointError(CheckpointError):
     """A checkpoint whose files are missing, cut short or altered: an older one may still be good."""
 
+    default_code = "CKPT-CORRUPT"
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -246,8 +248,9 @@ def check_mode(path: Path, manifest: Mapping[str, Any], expected_mode: str) -> N
     """
     if manifest["mode"] != expected_mode:
         raise CheckpointError(
-            f"{path} is a {manifest['mode']} checkpoint, this recipe trains {expected_mode}; "
-            f"resume it with a recipe of mode: {manifest['mode']}"
+            f"{path} is a {manifest['mode']} checkpoint, this recipe trains {expected_mode}; convert it with "
+            f"`ckpt-tools convert --to {expected_mode} {path} NEW_FOLDER`, or resume it with a recipe of its own mode",
+            "CKPT-MODE",
         )
 
 
@@ -294,6 +297,21 @@ def _manifest_bytes(
         ]
         for file, values in tensors.items()
     }
+    return sealed_manifest(given, step, parameters, state)
+
+
+def sealed_manifest(
+    given: Mapping[str, Any], step: int, parameters: Mapping[str, list[dict[str, Any]]], state: bytes
+) -> bytes:
+    """The content of a manifest, with the checksums that `read_manifest` and `load_checkpoint` look at.
+
+    Args:
+        given: JSON values that describe the run, `mode` among them.
+        step: optimizer steps done.
+        parameters: file -> one row for each parameter in order of name: `name`, `shape`, `dtype` (NumPy's name) and
+            `sha256`.
+        state: the content of `state.json`.
+    """
     manifest = {**given, "format_version": FORMAT_VERSION, "step": step, "parameters": parameters}
     # Through JSON once, so that the checksum is that of what a reader gets (tuples become lists, keys strings).
     plain = json.loads(_json_bytes({**manifest, "state_sha256": _sha256(state)}))

@@ -1,0 +1,309 @@
+"""`ckpt-tools`: look into checkpoints, convert them, and prove that nothing changed.
+
+    ckpt-tools inspect output/quickstart/varlen
+    ckpt-tools convert --to padded output/quickstart/varlen output/quickstart/padded
+
+Exit status 0 only when all is well; 1 for a fault that the message explains, 2 for a wrong command line. Tables and
+logs are for people; with `--json` one object goes to stdout and nothing else. Sources are only read; a destination is
+written whole or not at all, and never over something.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.logging import RichHandler
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from ms_varlen.console import Json, people, print_columns, print_table
+from ms_varlen.errors import VarlenError
+
+HELP = """Look into checkpoints, convert them between modes and frameworks, and prove that nothing changed.
+
+\b
+ckpt-tools inspect output/quickstart/varlen
+ckpt-tools convert --to padded output/quickstart/varlen output/quickstart/padded
+ckpt-tools verify output/quickstart/varlen output/quickstart/padded
+ckpt-tools export-hf output/quickstart/varlen exported
+
+Exit status 0 only when all is well, 1 for a fault that the message explains, 2 for a wrong command line.
+"""
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=HELP)
+
+Source = Annotated[Path, typer.Argument(metavar="SRC", help="Checkpoint to read; it stays as it is.")]
+Destination = Annotated[Path, typer.Argument(metavar="DST", help="Folder to make; it must not exist.")]
+Config = Annotated[
+    Path | None,
+    typer.Option(help="Model of a MindFormers checkpoint or plain file: its YAML, a config.json, or a recipe."),
+]
+Rows = Literal["interleaved", "contiguous"]
+QkvRows = Annotated[
+    Rows | None, typer.Option("--qkv", help="Rows of MindFormers' fused q, k, v; by default as --config says.")
+]
+MlpRows = Annotated[
+    Rows | None, typer.Option("--mlp", help="Rows of MindFormers' fused gate and up; by default as --config says.")
+]
+Strategy = Annotated[
+    Path | None, typer.Option(help="Strategy file of a training over ranks, or a folder with one for each stage.")
+]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; the exit status."""
+    # Read by OpenMP and MindSpore when they are loaded, so before the first import of MindSpore.
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    os.environ.setdefault("GLOG_v", "3")
+    signal.signal(signal.SIGTERM, _interrupt)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments  # anywhere on the line; listed by the option of `_options`
+    logging.basicConfig(
+        level=logging.DEBUG if debug else logging.INFO,
+        format="%(message)s",
+        handlers=[RichHandler(console=people, show_path=False, rich_tracebacks=False)],
+    )
+    logging.getLogger().setLevel(logging.WARNING)
+    logging.getLogger("ms_varlen").setLevel(logging.DEBUG if debug else logging.INFO)
+    try:
+        app(args=[a for a in arguments if a != "--debug"], prog_name="ckpt-tools")
+    except SystemExit as end:
+        return int(end.code or 0)
+    except (VarlenError, OSError) as error:
+        if debug:
+            raise
+        people.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return 1
+    return 0
+
+
+def _interrupt(*_: object) -> None:
+    """End as Ctrl-C does, with status 130: half-made folders are removed."""
+    raise KeyboardInterrupt
+
+
+@app.callback()
+def _options(
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Log more, and show tracebacks; anywhere on the line.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command("inspect")
+def inspect_command(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A file or folder that some framework wrote.")],
+    config: Config = None,
+    strategy: Strategy = None,
+    as_json: Json = False,
+) -> None:
+    """Show what a checkpoint is, what it holds, and what is missing or altered; exit status 1 when something is."""
+    from ckpt_tools.anything import ReadingHints
+    from ckpt_tools.inspection import inspect
+
+    with _bar("checking") as tell:
+        result = inspect(path, ReadingHints(config=config, strategy=strategy), tell)
+    if as_json:
+        print(json.dumps(result, allow_nan=False))
+    else:
+        rows = result.pop("parameters")
+        table = [[row["name"], row["dtype"], str(row["shape"])] for row in rows]
+        print_columns("parameters", ["name", "dtype", "shape"], table, [], wide=True)
+        faults = result.pop("faults")
+        print_table("checkpoint", {"parameters": len(rows), **result})
+        for fault in faults:
+            people.print(f"fault: {fault}", style="red", markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(0 if result["complete"] else 1)
+
+
+@app.command("convert")
+def convert_command(
+    source: Source,
+    destination: Destination,
+    mode: Annotated[
+        Literal["padded", "bucketed", "packed", "varlen"], typer.Option("--to", help="Mode of the new checkpoint.")
+    ],
+    recipe: Annotated[
+        Path | None, typer.Option(help="Recipe to go on with; by default the source's, its sizes translated.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Make a run folder of another mode that `ms-varlen train` goes on from, with each sample of the epoch once."""
+    from ckpt_tools.convert import convert
+
+    with _bar("writing") as tell:
+        result = convert(source, destination, mode, recipe, tell)
+    _show("converted", result, as_json)
+
+
+@app.command("verify")
+def verify_command(
+    first: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint of any kind.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
+    recipe: Annotated[
+        Path | None, typer.Option(help="Compare the loss on its samples too, each side in its own mode's layout.")
+    ] = None,
+    batches: Annotated[int, typer.Option(min=1, help="Steps of the recipe's plan to compute the loss on.")] = 4,
+    config: Config = None,
+    qkv: QkvRows = None,
+    mlp: MlpRows = None,
+    strategy: Strategy = None,
+    as_json: Json = False,
+) -> None:
+    """Compare two checkpoints, parameter by parameter; exit status 1 when a value differs or a loss by over 2e-5."""
+    from ckpt_tools.anything import ReadingHints
+    from ckpt_tools.verify import verify
+    from ms_varlen.train.recipe import load_recipe
+
+    loaded = load_recipe(recipe) if recipe else None
+    with _bar("comparing", bytes_=False) as tell:
+        result = verify(first, second, ReadingHints(config, qkv, mlp, strategy), loaded, batches, tell)
+    if as_json:
+        print(json.dumps(result, allow_nan=False))
+    else:
+        rows = [[row["name"], row["a"], row["b"], _number(row["max_abs_diff"])] for row in result.pop("differences")]
+        if rows:
+            print_columns("differences", ["parameter", "A", "B", "max abs diff"], rows, [], wide=True)
+        print_table("equal" if result["passed"] else "NOT equal", result)
+    raise typer.Exit(0 if result["passed"] else 1)
+
+
+@app.command("import-hf")
+def import_hf_command(source: Source, destination: Destination, as_json: Json = False) -> None:
+    """Make a checkpoint of ours from a Hugging Face folder or a GGUF file; `model.init_from` takes both as well."""
+    from ckpt_tools.anything import open_weights
+    from ckpt_tools.imports import import_weights
+
+    with _bar("writing") as tell:
+        result = import_weights(open_weights(source), destination, source, tell)
+    _show("imported", result, as_json)
+
+
+@app.command("export-hf")
+def export_hf_command(
+    source: Source,
+    destination: Destination,
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"] | None,
+        typer.Option(help="dtype of the files; by default that of what was imported, else fp32."),
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Most bytes of a file, as 5GB, 200MB or 50KB.")] = "5GB",
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Folder of the tokenizer's files, or tokenizer.json, to carry along.")
+    ] = None,
+    config: Config = None,
+    qkv: QkvRows = None,
+    mlp: MlpRows = None,
+    strategy: Strategy = None,
+    as_json: Json = False,
+) -> None:
+    """Make a folder that transformers loads, from a checkpoint of any kind."""
+    from ckpt_tools.anything import ReadingHints, open_weights, positions_of, stored_dtype, tokenizer_of
+    from ckpt_tools.hugging_face import DTYPES, export_hugging_face, size_in_bytes
+
+    most = size_in_bytes(max_shard_size)
+    weights = open_weights(source, ReadingHints(config, qkv, mlp, strategy))
+    with _bar("writing") as tell:
+        result = export_hugging_face(
+            weights,
+            destination,
+            DTYPES[dtype] if dtype else stored_dtype(weights),
+            most,
+            tokenizer or tokenizer_of(weights),
+            positions_of(weights),
+            tell,
+        )
+    _show("exported", result, as_json)
+
+
+@app.command("import-gguf")
+def import_gguf_command(
+    source: Source,
+    destination: Destination,
+    tokenizer: Annotated[bool, typer.Option(help="Write the tokenizer too.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Make a Hugging Face folder from a GGUF file: fp32 weights, config.json and the tokenizer."""
+    from ckpt_tools.gguf_import import import_gguf
+
+    with _bar("writing") as tell:
+        result = import_gguf(source, destination, tokenizer, tell)
+    _show("imported", result, as_json)
+
+
+@app.command("import-mindformers")
+def import_mindformers_command(
+    source: Source,
+    destination: Destination,
+    config: Config = None,
+    qkv: QkvRows = None,
+    mlp: MlpRows = None,
+    strategy: Strategy = None,
+    as_json: Json = False,
+) -> None:
+    """Make a checkpoint of ours from one of MindFormers: weights, and moments where it has them."""
+    from ckpt_tools.imports import import_weights
+    from ckpt_tools.mindformers import open_mindformers
+
+    with _bar("writing") as tell:
+        weights = open_mindformers(source, config, qkv, mlp, strategy)
+        result = import_weights(weights, destination, source, tell)
+    _show("imported", result, as_json)
+
+
+@app.command("export-mindformers")
+def export_mindformers_command(
+    source: Source,
+    destination: Destination,
+    model: Annotated[
+        Literal["llama", "qwen3"] | None,
+        typer.Option(help="LlamaForCausalLM (legacy) or Qwen3ForCausalLM (mcore); by default as the family needs."),
+    ] = None,
+    files: Annotated[
+        Literal["legacy", "new"] | None, typer.Option(help="Folder layout; by default the model's own.")
+    ] = None,
+    fused: Annotated[bool, typer.Option(help="One weight for q, k, v and one for gate, up (qkv_concat).")] = False,
+    qkv: Annotated[Rows, typer.Option("--qkv", help="Rows of fused q, k, v.")] = "interleaved",
+    mlp: Annotated[Rows, typer.Option("--mlp", help="Rows of fused gate and up.")] = "interleaved",
+    as_json: Json = False,
+) -> None:
+    """Make a checkpoint that MindFormers loads, from one of ours or a Hugging Face folder, moments included."""
+    from ckpt_tools.anything import open_weights, positions_of
+    from ckpt_tools.mindformers import export_mindformers
+
+    weights = open_weights(source)
+    with _bar("writing") as tell:
+        result = export_mindformers(weights, destination, model, files, fused, qkv, mlp, positions_of(weights), tell)
+    _show("exported", result, as_json)
+
+
+@contextlib.contextmanager
+def _bar(what: str, bytes_: bool = True) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr; none where it is no terminal."""
+    size = DownloadColumn() if bytes_ else TextColumn("{task.completed}/{task.total}")
+    columns = (TextColumn("{task.description}"), BarColumn(), size, TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=people, disable=not people.is_terminal) as bars:
+        task = bars.add_task(what, total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)
+
+
+def _show(title: str, result: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(result, allow_nan=False))
+    else:
+        print_table(title, result)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""A checkpoint of one mode as a checkpoint of another: the same bits, and training goes on with each sample once.
+
+Weights, moments, the step counter and the place in the plan stay as they are; only the manifest's mode changes, and a
+recipe of the new mode lies beside. `ms-varlen train` sees that its plan differs from the saved one and plans what
+remains of the epoch anew. No array of our checkpoints is as long as the context (rotary tables and masks are made from
+the recipe), which is checked.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ckpt_tools.new_folder import new_folder
+from ckpt_tools.ours import IMPORTED, StepFolder, open_step, write_step
+from ms_varlen.checkpoint.run_dir import METRICS_FILE, RECIPE_FILE, cut_metrics
+from ms_varlen.errors import CheckpointError
+from ms_varlen.train.recipe import Recipe, load_recipe
+from ms_varlen.train.variants import variant
+
+_NO_PART_OF_THE_NET = ("initializer_range", "max_position_embeddings", "sliding_window")
+MODES = ("padded", "bucketed", "packed", "varlen")
+
+
+def convert(
+    source: Path, destination: Path, mode: str, recipe: Path | None, progress: Callable[[int, int], None]
+) -> dict[str, Any]:
+    """Write a run folder of another mode that `ms-varlen train` goes on from.
+
+    Args:
+        source: a step folder of ours, or a run folder: its newest.
+        destination: the run folder to make.
+        mode: of the new checkpoint.
+        recipe: to go on with; by default the source's, with its sizes translated as `ms_varlen.train.variants` does.
+        progress: told bytes written and bytes in all.
+    Returns:
+        what was written, for people and `--json`.
+    Raises:
+        CheckpointError: the source is damaged, or the recipe's model is another.
+        RecipeError: the source's recipe has no equal in this mode.
+    """
+    step = open_step(source)
+    if not step.optimizer:
+        raise CheckpointError(
+            f"{step.path} must have optimizer moments to go on from, found weights only; train from its weights with "
+            f"model.init_from={step.path}"
+        )
+    target = _target_recipe(step, mode, recipe)
+    _check_model(step, target)
+    done = 0
+
+    def tell(size: int) -> None:
+        nonlocal done
+        done += size
+        progress(done, step.nbytes)
+
+    run_folder = step.path.parent if (step.path.parent / RECIPE_FILE).exists() else step.path
+    values = target.resolved()
+    values["checkpoint"]["resume"] = "auto"
+    with new_folder(destination, run_folder, step.nbytes) as folder:
+        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+        (folder / RECIPE_FILE).write_text(text, encoding="utf-8")
+        metrics = step.path.parent / METRICS_FILE
+        if metrics.exists():
+            (folder / METRICS_FILE).write_bytes(metrics.read_bytes())
+            cut_metrics(folder / METRICS_FILE, step.manifest["step"])
+        written = write_step(
+            folder,
+            step.manifest["step"],
+            step.model,
+            step.optimizer,
+            _state(step, target),
+            _manifest(step, target),
+            tell,
+        ).name
+    return {
+        "source": str(step.path),
+        "source_mode": step.manifest["mode"],
+        "destination": str(destination / written),
+        "mode": mode,
+        "step": step.manifest["step"],
+        "parameters": len(step.model),
+        "bytes": step.nbytes,
+        "train_with": f"ms-varlen train {destination / RECIPE_FILE} checkpoint.resume={destination / written}",
+    }
+
+
+def _target_recipe(step: StepFolder, mode: str, path: Path | None) -> Recipe:
+    if path is not None:
+        target = load_recipe(path)
+        if target.mode != mode:
+            raise CheckpointError(f"{path}: mode must be {mode} as --to says, found {target.mode}; change one of them")
+        return target
+    beside = step.path.parent / RECIPE_FILE
+    if not beside.exists():
+        raise CheckpointError(f"{beside} must be there to make a {mode} recipe from; give one with --recipe")
+    recipe = load_recipe(beside)
+    if recipe.mode == mode:
+        raise CheckpointError(
+            f"{step.path} is a {mode} checkpoint already; resume it as it is, or give the mode it is to become"
+        )
+    return variant(recipe, mode, recipe.shapes.kind, _mean_length(step))
+
+
+def _mean_length(step: StepFolder) -> float:
+    """Mean length in tokens of the samples that were trained, by which rows and token budgets are translated."""
+    path = step.path.parent / METRICS_FILE
+    tokens = segments = 0
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                metrics = json.loads(line)
+            except ValueError:
+                break  # a half-written last line
+            tokens, segments = tokens + metrics["tokens_real"], segments + metrics["segments"]
+    if not segments:
+        raise CheckpointError(
+            f"{path} must tell the samples' lengths, by which rows and token budgets are translated, found nothing; "
+            "give a recipe of the new mode with --recipe"
+        )
+    return tokens / segments
+
+
+def _check_model(step: StepFolder, target: Recipe) -> None:
+    """The recipe's decoder must be the checkpoint's; positions may differ, since no array depends on them."""
+    expected, found = step.config, target.model.config
+    if found.vocab_size is None:
+        found = found.model_copy(update={"vocab_size": expected.vocab_size})
+    before, after = expected.model_dump(), found.model_dump()
+    changed = [key for key in before if before[key] != after[key] and key not in _NO_PART_OF_THE_NET]
+    if changed:
+        key = changed[0]
+        raise CheckpointError(
+            f"model.config.{key} must be {before[key]} as in {step.path}, the recipe has {after[key]} "
+            f"({len(changed)} keys differ); give a recipe of the checkpoint's own model"
+        )
+
+
+def _state(step: StepFolder, target: Recipe) -> bytes:
+    """The state as it is; a checkpoint that came from elsewhere begins at the corpus's first epoch."""
+    if step.manifest["mode"] != IMPORTED:
+        return step.state_bytes
+    from ms_varlen.train.workload import prepare
+
+    plans = prepare(target).plans
+    state = {
+        **step.state,
+        "plan": plans.to_dict(plans.start()),
+        "skipped": {"steps": 0, "samples": 0, "tokens": 0},
+        "seed": target.train.seed,
+    }
+    return json.dumps(state, indent=1, sort_keys=True).encode()
+
+
+def _manifest(step: StepFolder, target: Recipe) -> dict[str, Any]:
+    kept: dict[str, Any] = {key: step.manifest[key] for key in ("data_fingerprint", "versions") if key in step.manifest}
+    return {
+        **kept,
+        "mode": target.mode,
+        "layout": target.mode,
+        "shapes": target.shapes.model_dump(mode="json"),
+        "model_config": step.manifest["model_config"],
+        "seq_length": target.model.seq_length,
+        "converted_from": {
+            "mode": step.manifest["mode"],
+            "step": step.manifest["step"],
+            "fingerprint": fingerprint(step),
+        },
+    }
+
+
+def fingerprint(step: StepFolder) -> str:
+    """A hash of all bytes of a checkpoint, through its manifest's checksums."""
+    rows = sorted(step.sums.items())
+    return hashlib.sha256(json.dumps([rows, step.manifest["state_sha256"]]).encode()).hexdigest()[:32]

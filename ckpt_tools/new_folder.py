@@ -1,0 +1,104 @@
+"""A new folder, whole or not at all: room is looked for first, and a kill leaves no half of it under its name.
+
+Everything is written into a hidden folder beside, fsynced, and renamed at the end. What a kill leaves there is removed
+by the next command that writes to the same place; a lock tells it from one that is still being written.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from ms_varlen.checkpoint.store import fsync
+from ms_varlen.errors import CheckpointError
+
+SPARE_BYTES = 1 << 20
+"""Room for headers, manifests and the recipe."""
+
+
+@contextlib.contextmanager
+def new_folder(destination: Path, source: Path, needed: int) -> Iterator[Path]:
+    """A hidden folder to write to: `destination` when the block ends well, removed when it does not.
+
+    Args:
+        destination: the folder to make; its parent is made when there is none.
+        source: what is read; nothing is written into it.
+        needed: bytes that will be written.
+    Raises:
+        CheckpointError: `destination` exists, lies in the source, is being written, or the disk is full; nothing is
+            left then.
+    """
+    _check_place(destination, source)
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    _check_room(destination, needed)
+    hidden = destination.with_name(f".ckpt-tools-{destination.name}")
+    with _locked(hidden, destination):
+        try:
+            yield hidden
+            _fsync_tree(hidden)
+            _check_place(destination, source)
+            os.rename(hidden, destination)
+            fsync(destination.parent)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            shutil.rmtree(hidden, ignore_errors=True)  # so that the free room is told without it
+            raise CheckpointError(
+                f"{destination} could not be written ({error.strerror}): needed {_mb(needed)}, "
+                f"free {_mb(shutil.disk_usage(destination.parent).free)} in {destination.parent}; nothing was left "
+                "there and the source is as it was; make room or choose another disk"
+            ) from error
+        finally:
+            shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _check_place(destination: Path, source: Path) -> None:
+    if os.path.lexists(destination):
+        raise CheckpointError(f"{destination} exists already; nothing is overwritten, choose a new name")
+    if source.is_dir() and destination.resolve().is_relative_to(source.resolve()):
+        raise CheckpointError(f"{destination} must not lie in the source {source}; choose a place outside of it")
+
+
+def _check_room(destination: Path, needed: int) -> None:
+    free = shutil.disk_usage(destination.parent).free
+    if free < needed + SPARE_BYTES:
+        raise CheckpointError(
+            f"{destination} needs {_mb(needed + SPARE_BYTES)}, free are {_mb(free)} in {destination.parent}; "
+            "make room or choose another disk"
+        )
+
+
+@contextlib.contextmanager
+def _locked(hidden: Path, destination: Path) -> Iterator[None]:
+    """The empty hidden folder, with a lock that the system releases when this process ends, however it ends."""
+    hidden.mkdir(exist_ok=True)
+    descriptor = os.open(hidden, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"{destination} is being written by another process; wait for it or choose another name"
+            ) from error
+        for leftover in hidden.iterdir():
+            if leftover.is_dir():
+                shutil.rmtree(leftover)
+            else:
+                leftover.unlink()
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _fsync_tree(folder: Path) -> None:
+    for parent, _, files in os.walk(folder, topdown=False):
+        for file in files:
+            fsync(Path(parent) / file)
+        fsync(Path(parent))
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:.1f} MB"

@@ -1,0 +1,224 @@
+"""Tensors on disk, read piece by piece, so that a checkpoint larger than the memory can pass through.
+
+A `StoredTensor` knows where its values lie and hands them out in pieces of at most `PIECE_BYTES`. What is made of
+others (a slice of a fused weight, another dtype) is one too, and computes when it is asked. dtypes are those of the
+safetensors format; bfloat16, which NumPy lacks, is held as its bits in uint16.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ms_varlen.errors import CheckpointError
+
+PIECE_BYTES = 32 << 20
+"""Largest piece of a tensor in memory, in bytes; what is computed from whole tensors has larger ones."""
+
+NUMPY_TYPES = {
+    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16,
+    "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8,
+    "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool_,
+}  # fmt: skip
+"""safetensors dtype -> NumPy type of its bits."""
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+LONGEST_HEADER = 100_000_000
+"""The safetensors library's own limit, in bytes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """A tensor that is read when it is asked for.
+
+    Attributes:
+        name: as in its file.
+        dtype: the safetensors name of its dtype.
+        shape: sizes of its axes.
+        where: the file, for messages.
+        pieces: gives its values in C order as flat arrays of `NUMPY_TYPES[dtype]`, one after another.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    where: str
+    pieces: Callable[[], Iterator[np.ndarray]]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the values in bytes."""
+        return math.prod(self.shape) * np.dtype(NUMPY_TYPES[self.dtype]).itemsize
+
+    def read(self) -> np.ndarray:
+        """All values, in the tensor's shape; bfloat16 as uint16."""
+        flat = np.empty(math.prod(self.shape), NUMPY_TYPES[self.dtype])
+        place = 0
+        for piece in self.pieces():
+            flat[place : place + piece.size] = piece
+            place += piece.size
+        return flat.reshape(self.shape)
+
+    def read_float(self) -> np.ndarray:
+        """All values as fp32 (fp64 stays), in the tensor's shape."""
+        return self.read() if self.dtype == "F64" else cast(self, "F32").read()
+
+    def sha256(self) -> str:
+        """SHA-256 of the values' bytes, as our manifests hold it."""
+        digest = hashlib.sha256()
+        for piece in self.pieces():
+            digest.update(piece.data)
+        return digest.hexdigest()
+
+    def renamed(self, name: str) -> "StoredTensor":
+        """The same values under another name."""
+        return dataclasses.replace(self, name=name)
+
+    def describe(self) -> str:
+        """dtype and shape, for messages."""
+        return f"{self.dtype} {list(self.shape)}"
+
+
+def from_array(name: str, value: np.ndarray, where: str = "memory") -> StoredTensor:
+    """A tensor of values in memory.
+
+    Args:
+        value: of a type in `NUMPY_TYPES`; uint16 is taken as such, not as bfloat16.
+    """
+    flat = np.ascontiguousarray(value).reshape(-1)
+    dtype = next(name for name, kind in NUMPY_TYPES.items() if name != "BF16" and np.dtype(kind) == flat.dtype)
+    return StoredTensor(name, dtype, value.shape, where, lambda: iter([flat]))
+
+
+def computed(name: str, like: StoredTensor, shape: tuple[int, ...], values: Callable[[], np.ndarray]) -> StoredTensor:
+    """A tensor that is computed from whole ones when it is asked for; dtype and place are those of `like`."""
+    return StoredTensor(name, like.dtype, shape, like.where, lambda: iter([np.ascontiguousarray(values()).reshape(-1)]))
+
+
+def cast(tensor: StoredTensor, dtype: str) -> StoredTensor:
+    """The tensor in another floating-point dtype, rounded to nearest even; the same tensor where it is its own."""
+    if tensor.dtype == dtype:
+        return tensor
+    source = tensor.dtype
+
+    def pieces() -> Iterator[np.ndarray]:
+        for piece in tensor.pieces():
+            wide = _bf16_to_fp32(piece) if source == "BF16" else piece
+            # Values beyond fp16 become infinities, as in every other library.
+            with np.errstate(over="ignore"):
+                yield _fp32_to_bf16(wide.astype(np.float32)) if dtype == "BF16" else wide.astype(NUMPY_TYPES[dtype])
+
+    return dataclasses.replace(tensor, dtype=dtype, pieces=pieces)
+
+
+def _bf16_to_fp32(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _fp32_to_bf16(values: np.ndarray) -> np.ndarray:
+    bits = values.view(np.uint32)
+    rounded = ((bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16).astype(np.uint16)
+    # Rounding could carry a NaN's bits into an infinity; a quiet NaN keeps its sign and upper bits.
+    quiet = ((bits >> 16) | np.uint32(0x40)).astype(np.uint16)
+    return np.where(np.isnan(values), quiet, rounded)
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """The tensors of a safetensors file and its metadata; only the header is read.
+
+    Raises:
+        CheckpointError: no such file, or one that is cut short or altered; names the first parameter that is not there.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+            if length > min(size, LONGEST_HEADER):
+                raise CheckpointError(f"{path} is cut short or no safetensors file: its header is not whole")
+            header = json.loads(file.read(length))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing; bring the whole checkpoint along") from error
+    except ValueError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path} is altered: its header is no JSON ({error}); take another copy") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path} is altered: its header must be an object; take another copy")
+    metadata = header.pop("__metadata__", {})
+    return {name: _entry(path, name, row, 8 + length, size) for name, row in header.items()}, metadata
+
+
+def _entry(path: Path, name: str, row: Any, data_start: int, size: int) -> StoredTensor:
+    try:
+        dtype, shape, (begin, end) = row["dtype"], tuple(row["shape"]), row["data_offsets"]
+        numpy_type = np.dtype(NUMPY_TYPES[dtype])
+        fits = begin >= 0 and end - begin == math.prod(shape) * numpy_type.itemsize
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: parameter {name} has a header that is not understood: {row}") from error
+    if not fits:
+        raise CheckpointError(f"{path} is altered: parameter {name} is {dtype} {list(shape)} in {end - begin} bytes")
+    if data_start + end > size:
+        raise CheckpointError(
+            f"{path} is cut short: parameter {name} ends at byte {data_start + end}, the file has {size}; "
+            "take another copy"
+        )
+
+    def pieces() -> Iterator[np.ndarray]:
+        count, most = math.prod(shape), PIECE_BYTES // numpy_type.itemsize
+        with path.open("rb", buffering=0) as file:
+            file.seek(data_start + begin)
+            for first in range(0, count, most):
+                yield np.fromfile(file, numpy_type, min(most, count - first))
+
+    return StoredTensor(name, dtype, shape, str(path), pieces)
+
+
+def write_safetensors(
+    path: Path, tensors: Iterable[StoredTensor], progress: Callable[[int], None], framework: str = "pt"
+) -> dict[str, str]:
+    """Write a safetensors file, piece by piece, and force it to the disk.
+
+    Args:
+        path: the file, which must not exist.
+        tensors: in any order; the file has wide dtypes first, then names in order, as the safetensors library does.
+        progress: told the bytes of each piece that was written.
+        framework: whose the file says it is; transformers loads only "pt", MindSpore writes "ms".
+    Returns:
+        name -> SHA-256 of the values' bytes.
+    """
+    ordered = sorted(tensors, key=lambda tensor: (-np.dtype(NUMPY_TYPES[tensor.dtype]).itemsize, tensor.name))
+    header: dict[str, Any] = {"__metadata__": {"format": framework}}
+    end = 0
+    for tensor in ordered:
+        begin, end = end, end + tensor.nbytes
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    sums = {}
+    with path.open("xb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in ordered:
+            digest, written = hashlib.sha256(), 0
+            for piece in tensor.pieces():
+                file.write(piece.data)
+                digest.update(piece.data)
+                written += piece.nbytes
+                progress(piece.nbytes)
+            if written != tensor.nbytes:
+                raise CheckpointError(
+                    f"{tensor.where}: parameter {tensor.name} must have {tensor.nbytes} bytes, found {written}; "
+                    "the file changed while it was read"
+                )
+            sums[tensor.name] = digest.hexdigest()
+        file.flush()
+        os.fsync(file.fileno())
+    return sums

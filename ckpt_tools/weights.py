@@ -1,0 +1,154 @@
+"""A decoder's weights from anywhere, under their Hugging Face names and checked against its config."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from ckpt_tools.ours import CARRIED_FOLDER, StepFolder
+from ckpt_tools.parameters import check_parameters, moment_shapes, without_buffers
+from ckpt_tools.tensors import StoredTensor, from_array, read_safetensors
+from ms_varlen.checkpoint.store import APPLIED_STEPS
+from ms_varlen.errors import CheckpointError
+from ms_varlen.models.config import DecoderConfig
+from ms_varlen.models.hugging_face import CONFIG_FILE, load_config
+from ms_varlen.models.weights import INDEX_FILE, SINGLE_FILE
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """What any checkpoint holds.
+
+    Attributes:
+        path: where it lies.
+        kind: "ms_varlen", "hugging_face", "mindformers" or "gguf".
+        config: the decoder.
+        model: weights by Hugging Face name.
+        optimizer: `adam_m.<name>`, `adam_v.<name>` and `applied_steps`; empty where there are none.
+        step: optimizer steps done; 0 where nobody says.
+        buffers: names of tensors that were left out, since they are made anew.
+        carried: a folder with a tokenizer's files, or None.
+    """
+
+    path: Path
+    kind: str
+    config: DecoderConfig
+    model: dict[str, StoredTensor]
+    optimizer: dict[str, StoredTensor]
+    step: int = 0
+    buffers: list[str] = dataclasses.field(default_factory=list)
+    carried: Path | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all tensors."""
+        return sum(tensor.nbytes for tensor in (*self.model.values(), *self.optimizer.values()))
+
+    @property
+    def dtype(self) -> str:
+        """The safetensors dtype of the weights; the widest where they differ."""
+        return max((tensor.dtype for tensor in self.model.values()), key=("BF16", "F16", "F32", "F64").index)
+
+
+def of_step(step: StepFolder) -> Weights:
+    """The weights of one of our checkpoints."""
+    carried = step.path / CARRIED_FOLDER
+    return Weights(
+        step.path,
+        "ms_varlen",
+        step.config,
+        step.model,
+        step.optimizer,
+        step.manifest["step"],
+        carried=carried if carried.is_dir() else None,
+    )
+
+
+def checked(
+    path: Path,
+    kind: str,
+    config: DecoderConfig,
+    model: Mapping[str, StoredTensor],
+    optimizer: Mapping[str, StoredTensor],
+    step: int = 0,
+    carried: Path | None = None,
+) -> Weights:
+    """Weights under Hugging Face names as `Weights`, when they are just what the config asks for.
+
+    Args:
+        optimizer: moments under the names of their weights, without the step counter, which is `step`.
+    Raises:
+        CheckpointError: a parameter or a moment is missing, extra, of another shape or dtype.
+    """
+    model, buffers = without_buffers(model, str(path))
+    if config.tie_word_embeddings and HEAD in model:
+        model = _without_tied_head(path, model)
+    shapes = config.parameter_shapes()
+    check_parameters(model, shapes, str(path), "use the config that the weights were made with")
+    if optimizer:
+        check_parameters(
+            optimizer, moment_shapes(shapes), str(path), "bring the optimizer's state whole, or none of it"
+        )
+        optimizer = {**optimizer, APPLIED_STEPS: from_array(APPLIED_STEPS, np.array(step, np.int64))}
+    return Weights(path, kind, config, dict(model), dict(optimizer), step, buffers, carried)
+
+
+def _without_tied_head(path: Path, model: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Some files hold a tied head a second time; it must be the same."""
+    if EMBEDDING not in model or model[HEAD].sha256() != model[EMBEDDING].sha256():
+        raise CheckpointError(
+            f"{path}: parameter {HEAD} must equal {EMBEDDING}, since the config says tie_word_embeddings, found other "
+            "values; set tie_word_embeddings to false in the config"
+        )
+    return {name: tensor for name, tensor in model.items() if name != HEAD}
+
+
+def open_hugging_face(folder: Path) -> Weights:
+    """The weights in a Hugging Face folder: `config.json` and safetensors files, sharded or not.
+
+    Raises:
+        RecipeError: the config is of no family here; CheckpointError: the weights are not whole, or not its.
+    """
+    config = load_config(folder)
+    return checked(folder, "hugging_face", config, hugging_face_tensors(folder), {}, carried=folder)
+
+
+def hugging_face_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """All tensors of `model.safetensors`, or of the shards that the index names.
+
+    Raises:
+        CheckpointError: no such files, or the index and the shards disagree.
+    """
+    index = folder / INDEX_FILE
+    if not index.exists():
+        return read_safetensors(folder / SINGLE_FILE)[0]
+    try:
+        places = json.loads(index.read_bytes())["weight_map"]
+        files = sorted(set(places.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{index} must hold an object with a weight_map ({error!r}); take another copy"
+        ) from error
+    found: dict[str, StoredTensor] = {}
+    for file in files:
+        tensors, _ = read_safetensors(folder / file)
+        for name in sorted(name for name, place in places.items() if place == file and name not in tensors):
+            raise CheckpointError(
+                f"{folder / file}: parameter {name} is missing, the index {INDEX_FILE} has it there; take another copy"
+            )
+        found |= tensors
+    for name in sorted(found.keys() - places.keys()):
+        raise CheckpointError(
+            f"{found[name].where}: parameter {name} is one too many, the index {INDEX_FILE} has none of that name; "
+            "take another copy"
+        )
+    return found
+
+
+def is_hugging_face(folder: Path) -> bool:
+    """Whether a folder has a `config.json` and weights under the names that transformers gives them."""
+    return (folder / CONFIG_FILE).exists() and ((folder / SINGLE_FILE).exists() or (folder / INDEX_FILE).exists())
