@@ -1,4 +1,4 @@
-"""Measure packing and bucketing beside the alternatives, in one run on one machine.
+"""Measure packing, bucketing and whole plans beside the alternatives, in one run on one machine.
 
 Each contender gets a process of its own, for its peak memory, and the same lengths: lognormal, median 180, sigma 1.0453
 (P99 2048), clipped to 1..4096, seed 0. TRL is optional: without it (`pip install trl`) its rows say so.
@@ -6,6 +6,7 @@ Each contender gets a process of its own, for its peak memory, and the same leng
     python scripts/bench_planning.py --samples 100000        # a minute at most
     python scripts/bench_planning.py                         # 1 and 10 million; the two Python loops up to 1 million
     python scripts/bench_planning.py --huge                  # 100 million as well, below 8 GB
+    python scripts/bench_planning.py --ranks 8 64 1024       # plans of 100 million instead: what `ms-varlen plan` does
 """
 
 import argparse
@@ -33,13 +34,20 @@ from ms_varlen.planning.buckets import (
     padding_overhead,
     uniform,
 )
-from ms_varlen.planning.cost import TOKENS
+from ms_varlen.planning.cost import TOKENS, CostModel
 from ms_varlen.planning.packing import pack_best_fit, pack_shuffled
+from ms_varlen.planning.statistics import length_histogram, length_statistics
+from ms_varlen.train.epoch_numbers import epoch_numbers
+from ms_varlen.train.recipe import parse_recipe
+from ms_varlen.train.variants import compare_variants, sampled
+from ms_varlen.train.workload import SampleLengths, plan_lengths
 
 CAPACITY = 4096
 MAX_SEGMENTS = 32
 LOOP_LIMIT = 1_000_000
 HUGE = 100_000_000
+TOKEN_BUDGET = 16384
+MODEL = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008}
 Packs = tuple[np.ndarray, np.ndarray]
 """Tokens and samples of each pack."""
 
@@ -173,15 +181,71 @@ def bench_packing(samples: int) -> None:
         if contender.is_loop and samples > LOOP_LIMIT:
             print(f"{name:22}not run above {LOOP_LIMIT:,} samples: a Python loop over samples")
             continue
-        command = [sys.executable, __file__, "--child", name, "--samples", str(samples)]
-        child = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        row = json.loads(child.stdout.splitlines()[-1])
+        row = run_child(name, "--samples", str(samples))
         ours = ours or row["cpu_seconds"]
         print(
             f"{name:22}{row['seconds']:9.2f}{row['cpu_seconds']:9.2f}{row['cpu_seconds'] / ours:8.1f}{row['packs']:11,}"
             f"{row['fill']:10.3%}{row['most_segments']:10}{row['peak_gb']:9.2f}",
             flush=True,
         )
+
+
+def measure_plan(mode: str, world_size: int, samples: int) -> dict:
+    """All that `ms-varlen plan` computes of a corpus of these lengths, in this process."""
+    recipe = parse_recipe(
+        {
+            "mode": mode,
+            "data": {"source": "pydoc", "tokenizer": "bytes"},
+            "batch": {"token_budget": TOKEN_BUDGET},
+            "model": {
+                "config": {"architecture": "llama", **MODEL},
+                "variable_seq_lengths": True,
+                "seq_length": CAPACITY,
+                "max_position_embeddings": CAPACITY,
+            },
+            "train": {"steps": 1000, "learning_rate": 1e-4},
+            "checkpoint": {"output_dir": "output/bench_planning"},
+        }
+    )
+    lengths = SampleLengths(lognormal(samples), "lognormal", CAPACITY)
+    cost = CostModel.of_decoder(recipe.model.config.with_vocab_size(32000))
+    begin, begin_cpu = time.perf_counter(), time.process_time()
+    plans, _, layout = plan_lengths(recipe, lengths, cost, world_size)
+    numbers = epoch_numbers(plans, layout, cost)
+    planned = time.perf_counter() - begin
+    length_statistics(lengths.train), length_histogram(lengths.train)
+    compare_variants(recipe, sampled(lengths), cost, world_size)
+    return {
+        **numbers,
+        "plan_seconds": planned,
+        "seconds": time.perf_counter() - begin,
+        "cpu_seconds": time.process_time() - begin_cpu,
+        "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
+    }
+
+
+def bench_plans(modes: list[str], ranks: list[int], samples: int) -> None:
+    """Print a row per mode and number of ranks; imbalance is the slowest rank's work over the mean, by FLOPs."""
+    print(f"\nplans of {samples:,} samples, at most {CAPACITY} tokens each, token budget {TOKEN_BUDGET}, Llama of 7 B")
+    print(
+        f"{'':8}{'ranks':>6}{'seconds':>9}{'cpu s':>8}{'peak GB':>9}{'steps':>12}{'pad ratio':>11}"
+        f"{'imbalance':>11}{'at least':>10}{'before':>9}"
+    )
+    for mode, world_size in itertools.product(modes, ranks):
+        row = run_child("plan", "--modes", mode, "--ranks", str(world_size), "--samples", str(samples))
+        print(
+            f"{mode:8}{world_size:6}{row['seconds']:9.1f}{row['cpu_seconds']:8.1f}{row['peak_gb']:9.2f}"
+            f"{row['steps_per_epoch']:12,}{row['pad_ratio']:11.2%}{row['imbalance_mean']:11.2%}"
+            f"{row['imbalance_mean_floor']:10.2%}{row['imbalance_mean_unbalanced']:9.2%}",
+            flush=True,
+        )
+
+
+def run_child(name: str, *arguments: str) -> dict:
+    """What this script measures in a process of its own."""
+    command = [sys.executable, __file__, "--child", name, *arguments]
+    child = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(child.stdout.splitlines()[-1])
 
 
 def bench_buckets(samples: int) -> None:
@@ -215,16 +279,26 @@ def bench_buckets(samples: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, nargs="+", default=[1_000_000, 10_000_000])
+    parser.add_argument("--samples", type=int, nargs="+", help="1 and 10 million; 100 million with --ranks")
     parser.add_argument("--huge", action="store_true", help=f"pack {HUGE:,} samples as well, for peak memory")
-    parser.add_argument("--child", choices=CONTENDERS, help=argparse.SUPPRESS)
+    parser.add_argument("--ranks", type=int, nargs="+", help="make whole plans for these numbers of ranks instead")
+    parser.add_argument("--modes", nargs="+", default=["varlen", "packed"], choices=["varlen", "packed"])
+    parser.add_argument("--child", choices=[*CONTENDERS, "plan"], help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.child == "plan":
+        print(json.dumps(measure_plan(options.modes[0], options.ranks[0], options.samples[0])))
+        return
     if options.child:
         print(json.dumps(measure(options.child, options.samples[0])))
         return
     print(f"numpy {np.__version__}, {os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}")
-    bench_buckets(min(options.samples[0], 1_000_000))
-    for samples in [*options.samples, *([HUGE] if options.huge else [])]:
+    if options.ranks:
+        for samples in options.samples or [HUGE]:
+            bench_plans(options.modes, options.ranks, samples)
+        return
+    sizes = options.samples or [1_000_000, 10_000_000]
+    bench_buckets(min(sizes[0], 1_000_000))
+    for samples in [*sizes, *([HUGE] if options.huge else [])]:
         bench_packing(samples)
 
 

@@ -43,9 +43,11 @@ def situation(lengths=LONG_TAIL, **changes):
     chosen = Situation(
         pair=("varlen", "range"),
         works=WORKS,
+        padded={"maximum": work(8000), "batch_maximum": work(4000)},
         documents=statistics,
         cut_at_p99=cut_at(lengths, -(-int(np.ceil(statistics["p99"])) // 64) * 64, CostModel.of_decoder(Sizes())),
         counts=length_counts(np.minimum(lengths, 2048)),
+        padded_counts=length_counts(np.minimum(lengths, 2048)),
         sizes=Sizes(),
         parameters=100_000,
         value_bytes=4,
@@ -116,24 +118,24 @@ def test_speed_up_by_flops_and_beside_it_by_measured_seconds():
     predicted = by_key(situation())["speed-up over padding"]
     assert predicted.advised == round(8000 / 1010, 2)
     assert predicted.numbers == pytest.approx(
-        {"over_padded_to_seq_length_by_flops": 8000 / 1010, "over_padded_to_batch_max_by_flops": 4000 / 1010}
+        {"over_padded_to_maximum_by_flops": 8000 / 1010, "over_padded_to_batch_maximum_by_flops": 4000 / 1010}
     )
     assert "decided by the model's FLOPs" in predicted.why
-    calibration = Calibration(0.001, 0.0, 1e-3, 5.0, 0.04, "some CPU, 2 cores")
+    calibration = Calibration(0.001, 0.0, 1e-3, 5.0, 0.04, "some CPU, 2 cores", 1000, "kernel")
     measured = by_key(situation(calibration=calibration))["speed-up over padding"]
-    assert measured.numbers["over_padded_to_seq_length_by_flops"] == pytest.approx(8000 / 1010)
-    assert measured.numbers["over_padded_to_seq_length_by_seconds"] == pytest.approx(8.1 / 1.11)
+    assert measured.numbers["over_padded_to_maximum_by_flops"] == pytest.approx(8000 / 1010)
+    assert measured.numbers["over_padded_to_maximum_by_seconds"] == pytest.approx(8.1 / 1.11)
     assert measured.advised == round(8.1 / 1.11, 2)
     assert "decided by calibration.json (some CPU, 2 cores; fit within 4%)" in measured.why
 
 
 def test_calibration_decides_where_steps_cost_more_than_tokens():
-    per_step = Calibration(1e-6, 0.0, 1.0, 5.0, 0.0, "m")
+    per_step = Calibration(1e-6, 0.0, 1.0, 5.0, 0.0, "m", 1000, "kernel")
     assert choose_pair(situation(calibration=per_step)) == ("packed", "static")  # 90 steps instead of 100
 
 
 def test_calibration_tells_seconds_of_an_epoch_and_of_compiling():
-    found = by_key(situation(calibration=Calibration(0.001, 0.0, 1e-3, 5.0, 0.0, "m")))
+    found = by_key(situation(calibration=Calibration(0.001, 0.0, 1e-3, 5.0, 0.0, "m", 1000, "kernel")))
     assert found["steps an epoch"].numbers["seconds_per_epoch"] == pytest.approx(1.11)
     assert found["graphs"].numbers["compile_seconds"] == 15.0
 
@@ -159,9 +161,9 @@ def test_cutting_at_p99_is_told_with_its_price():
 
 
 def test_buckets_are_as_many_as_pay():
-    boundaries = choose_boundaries(situation())
+    boundaries = choose_boundaries(situation(), "bucketed")
     assert boundaries.tolist() == [128, 512, 2048]
-    assert choose_boundaries(situation(max_graphs=4)).size == 2
+    assert choose_boundaries(situation(max_graphs=4), "bucketed").size == 2
     buckets = by_key(situation())["shapes.row_buckets"]
     assert buckets.numbers["num_buckets"] == 3
     assert buckets.numbers["padding_overhead"] < buckets.numbers["padding_overhead_one_less"]
@@ -169,10 +171,10 @@ def test_buckets_are_as_many_as_pay():
 
 
 def test_buckets_that_cost_more_to_compile_than_they_save_are_left_out():
-    dear = Calibration(1e-9, 0.0, 0.0, 1000.0, 0.0, "m")
-    cheap = Calibration(1.0, 0.0, 0.0, 1e-3, 0.0, "m")
-    assert choose_boundaries(situation(calibration=dear)).tolist() == [2048]
-    assert choose_boundaries(situation(calibration=cheap)).tolist() == [128, 512, 2048]
+    dear = Calibration(1e-9, 0.0, 0.0, 1000.0, 0.0, "m", 1000, "kernel")
+    cheap = Calibration(1.0, 0.0, 0.0, 1e-3, 0.0, "m", 1000, "kernel")
+    assert choose_boundaries(situation(calibration=dear), "bucketed").tolist() == [2048]
+    assert choose_boundaries(situation(calibration=cheap), "bucketed").tolist() == [128, 512, 2048]
 
 
 def test_a_list_of_buckets_ends_where_a_recipe_wants_it():

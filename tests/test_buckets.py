@@ -7,6 +7,9 @@ from hypothesis import strategies as st
 
 from ms_varlen.errors import LengthsError, ShapesError
 from ms_varlen.planning.buckets import (
+    WORTH_A_BUCKET,
+    auto_boundaries,
+    batch_maximum_counts,
     bucket_of,
     check_boundaries,
     dense_low,
@@ -82,6 +85,29 @@ def test_a_cost_per_bucket_chooses_the_number_that_pays(lengths, cost_per_bucket
         for boundaries in (optimal_boundaries(counts, TOKENS.cost, k, 4) for k in range(1, 11))
     ]
     assert cost_of(lengths, chosen, TOKENS) + cost_per_bucket * len(chosen) == pytest.approx(min(totals))
+
+
+def test_auto_picks_as_many_as_pay_within_what_is_allowed(lognormal):
+    counts = length_counts(lognormal)
+    work = float(counts @ np.arange(counts.size))
+    chosen = auto_boundaries(counts, TOKENS.cost, None, 100, 16)
+    costs = [cost_of(lognormal, optimal_boundaries(counts, TOKENS.cost, k, 16), TOKENS) for k in range(1, 20)]
+    gains = -np.diff(costs) / work
+    assert (gains[: chosen.size - 1] > WORTH_A_BUCKET).all()
+    assert gains[chosen.size - 1] <= WORTH_A_BUCKET
+    assert auto_boundaries(counts, TOKENS.cost, None, 4, 16).size == 4
+    assert auto_boundaries(counts, TOKENS.cost, 12, 4, 16).size == 12  # a number that is given is kept
+
+
+def test_rows_are_padded_to_the_longest_of_their_batch(lognormal):
+    expected = batch_maximum_counts(length_counts(lognormal), 16)
+    found = length_counts(np.random.default_rng(1).permutation(lognormal).reshape(-1, 16).max(axis=1))
+    lengths = np.arange(expected.size)
+    assert expected.size == found.size
+    assert expected.sum() == pytest.approx(1_000_000, rel=1e-3)
+    assert expected @ lengths / expected.sum() == pytest.approx(found @ lengths / found.sum(), rel=0.01)
+    assert batch_maximum_counts(np.array([0, 1_000_000, 0, 1]), 1).tolist() == [0, 1_000_000, 0, 1]
+    assert batch_maximum_counts(np.array([0, 9, 0, 1]), 100)[-1] == 10
 
 
 def test_more_buckets_than_lengths_waste_nothing():

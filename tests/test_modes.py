@@ -1,6 +1,10 @@
-"""Every mode with every kind of shapes, in graph mode: what the plan says happens, and the loss is that of padding."""
+"""Every mode with every kind of shapes, in graph mode: what the plan says happens, and the loss is that of padding.
+
+``MS_VARLEN_MODES_STEPS=50 python -m pytest tests/test_modes.py`` runs more steps than there is time for every day.
+"""
 
 import json
+import os
 
 import mindspore as ms
 import numpy as np
@@ -12,6 +16,8 @@ from ms_varlen.train.recipe import parse_recipe
 from ms_varlen.train.run import train
 from ms_varlen.train.workload import describe_plan, prepare
 
+STEPS = int(os.environ.get("MS_VARLEN_MODES_STEPS", "24"))
+ALIGN_STEPS = int(os.environ.get("MS_VARLEN_MODES_STEPS", "12"))
 PAIRS = [(mode, kind) for mode in ("padded", "bucketed", "packed", "varlen") for kind in ("static", "buckets", "range")]
 SIZES = {
     ("padded", "buckets"): {"row_buckets": "auto", "num_buckets": 2},
@@ -58,7 +64,7 @@ def recipe(corpus, mode, kind):
                 "seq_length": 64,
                 "max_position_embeddings": 64,
             },
-            "train": {"steps": 24, "learning_rate": 0.01, "warmup_steps": 5, "eval_every": 12},
+            "train": {"steps": STEPS, "learning_rate": 0.01, "warmup_steps": 5, "eval_every": STEPS // 2},
             "graph": {"compile_cache": "off"},
             "checkpoint": {"output_dir": str(corpus / f"{mode}-{kind}")},
         }
@@ -85,7 +91,7 @@ def test_a_run_is_what_its_plan_says(corpus, mode, kind):
     real, computed = (sum(line[key] for line in epoch) for key in ("tokens_real", "tokens_computed"))
     assert (real, computed) == (plan["tokens_real"], plan["tokens_computed"])
     assert 1 - real / computed == plan["pad_ratio"]
-    assert len(lines) == 24
+    assert len(lines) == STEPS
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert np.isfinite(summary["eval_loss"])
     for unit in ("tokens", "samples"):
@@ -96,6 +102,6 @@ def test_a_run_is_what_its_plan_says(corpus, mode, kind):
 @pytest.mark.graph
 @pytest.mark.parametrize(("mode", "kind"), PAIRS)
 def test_every_mode_gives_the_loss_of_dense_padding(corpus, mode, kind):
-    result = align(recipe(corpus, mode, kind), 12, lambda *_: None)
+    result = align(recipe(corpus, mode, kind), ALIGN_STEPS, lambda *_: None)
     assert result["passed"], (result["max_abs_diff"], result["gradient_max_rel_diff"], result["first_failed_step"])
     assert result["max_abs_diff"] <= 2e-5

@@ -163,7 +163,7 @@ def test_buckets_are_kept_apart_and_lose_nothing(lengths, inner, budget, seed):
 def test_the_order_of_micro_batches_does_not_depend_on_the_chunk(monkeypatch):
     lengths = np.random.default_rng(3).integers(1, 65, 100)
     whole = windowed_batches(lengths, np.arange(100), 20, 128, 64, EXACT, np.random.default_rng(0))
-    monkeypatch.setattr("ms_varlen.planning.windows.CHUNK_BATCHES", 3)
+    monkeypatch.setattr("ms_varlen.planning.batching.CHUNK_BATCHES", 3)
     parts = windowed_batches(lengths, np.arange(100), 20, 128, 64, EXACT, np.random.default_rng(0))
     assert [a.tolist() for a in whole] == [a.tolist() for a in parts]
 

@@ -18,6 +18,8 @@ CALIBRATION = {
     "relative_error": 0.03,
     "steps": 12,
     "seconds_per_compile": 7.0,
+    "parameters": 5000,
+    "body": "kernel",
 }
 
 
@@ -43,11 +45,23 @@ def test_seconds_of_an_epoch_by_calibration():
     [
         ({"format": 2}, "got format 2, in c.json"),
         ({"seconds_per_token": None}, "got format 1 without seconds_per_token, in c.json"),
+        ({"parameters": None, "body": 3}, "got format 1 without parameters, body, in c.json"),
     ],
 )
 def test_another_calibration_is_refused(changes, found):
     with pytest.raises(DataError, match=found):
         Calibration.from_dict(CALIBRATION | changes, "c.json")
+
+
+def test_a_calibration_speaks_of_one_model_and_one_body():
+    calibration = Calibration.from_dict(CALIBRATION, "c.json")
+    assert calibration.mismatch(5000, ["kernel"]) is None
+    assert calibration.mismatch(6000, ["kernel"]) == (
+        "it was measured on a model of 5,000 parameters, the recipe's has 6,000"
+    )
+    assert calibration.mismatch(5000, ["reference", "ascend"]) == (
+        "it was measured with the kernel body of the operators, here it is reference or ascend"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

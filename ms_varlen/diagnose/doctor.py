@@ -27,8 +27,8 @@ LONG_TAIL = 4.0
 """A longest document of more than this many P99 is an extreme tail."""
 MUCH_DIRT = 0.02
 """More than this share of removed documents is worth a look."""
-COARSE = 0.15
-"""More than this share of computed tokens that are padding means sizes are aligned too coarsely."""
+COARSE = {"varlen": 0.15, "packed": 0.15, "bucketed": 0.3}
+"""More than this share of computed tokens that are padding means sizes are aligned too coarsely, by mode."""
 UNEVEN = 0.05
 CODES_OF_KEYS = {
     "model.max_position_embeddings": "SHAPE-POSITIONS",
@@ -184,12 +184,12 @@ def plan_checks(workload: Workload) -> Iterator[Check]:
             "padded may be as good: compare with `ms-varlen bench`",
             "PERF-SPREAD",
         )
-    if recipe.mode != "padded" and plan["pad_ratio"] > COARSE:
+    if plan["pad_ratio"] > COARSE.get(recipe.mode, 1.0):
         yield Check(
             "plan",
             YELLOW,
-            f"pad_ratio should be at most {COARSE:.0%} in mode {recipe.mode}, got {plan['pad_ratio']:.1%} (divisor "
-            f"{recipe.shapes.divisor}); lower shapes.divisor or add sizes",
+            f"pad_ratio should be at most {COARSE[recipe.mode]:.0%} in mode {recipe.mode}, got {plan['pad_ratio']:.1%} "
+            f"(divisor {recipe.shapes.divisor}); lower shapes.divisor or add sizes",
             "PERF-ALIGNMENT",
         )
     if plan["imbalance_mean"] > UNEVEN:

@@ -93,6 +93,8 @@ def sizes_figure(real: np.ndarray, computed: np.ndarray, largest: int) -> Figure
     axes = figure.subplots()
     # Whole steps between possible sizes, else bins of one and of two sizes alternate.
     step = int(np.gcd.reduce(computed))
+    if 16 * step > largest:  # few sizes: bins narrow enough to see where they lie
+        step = max(1, largest // MOST_BINS)
     width = step * -(-largest // (MOST_BINS * step))
     edges = np.arange(-(-largest // width) + 1) * width
     counts, reals = (np.histogram(-(-tokens // width) - 0.5, np.arange(edges.size))[0] for tokens in (computed, real))

@@ -256,7 +256,7 @@ def _imbalance(result: Mapping[str, Any]) -> dict:
     if result["world_size"] == 1:
         return _number("Slowest rank", "–", "one rank; --world-size plans for more")
     floor, before = result["imbalance_mean_floor"], result["imbalance_mean_unbalanced"]
-    note = f"over the mean; at least {floor:.1%} whatever is dealt where, {before:.1%} before balancing"
+    note = f"over the mean; before {before:.1%}, possible {floor:.1%}"
     return _number("Slowest rank", f"{result['imbalance_mean']:.1%}", note)
 
 

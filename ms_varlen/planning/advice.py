@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ms_varlen.planning.buckets import optimal_boundaries
+from ms_varlen.planning.buckets import WORTH_A_BUCKET, auto_boundaries, optimal_boundaries
 from ms_varlen.planning.cost import CostModel, DecoderSizes
 from ms_varlen.planning.work import Calibration, EpochWork, memory_estimate
 
@@ -22,9 +22,6 @@ GOOD_ENOUGH = 0.02
 
 PADDING_IS_AS_GOOD = 1.1
 """Where lengths are alike, less of a speed-up over padding than this does not pay."""
-
-WORTH_A_BUCKET = 0.01
-"""Without a calibration, one more bucket must save this share of an epoch's real work."""
 
 SAME_STEP = 1.25
 """Steps whose tokens differ by at most this factor may keep their learning rate."""
@@ -83,25 +80,30 @@ class Situation:
     Attributes:
         pair: the recipe's mode and kind of shapes.
         works: an epoch of every pair that is possible, the recipe's among them.
+        padded: an epoch of rows padded to the "maximum" and to the "batch_maximum", without rows of pads only.
         documents: `length_statistics` of documents before they were cut.
         cut_at_p99: `statistics.cut_at` of the documents at their P99.
-        counts: [longest + 1] ints, how many training samples have each length.
+        counts: [longest + 1] ints, how many samples have each length.
+        padded_counts: the same of what rows of a padded recipe are padded to.
         sizes, parameters: of the decoder.
         value_bytes: of an activation.
         recompute, seq_length, divisor, token_budget, rows, row_buckets, max_graphs, learning_rate: as in the recipe;
             None where it has none.
-        num_buckets: how many row lengths the recipe has picked; None where it picks none.
+        num_buckets: how many row lengths were picked for the recipe; None where it picks none.
         epochs: passes over the corpus in the whole run.
         max_memory: bytes; None without a limit.
         slow_range: whether the device may run a range of sizes far slower than static ones.
-        calibration: None without a bench.
+        calibration: None without a bench of this model.
+        calibration_note: why a calibration that is there is not used, in words; None where it is, or is not there.
     """
 
     pair: Pair
     works: Mapping[Pair, EpochWork]
+    padded: Mapping[str, EpochWork]
     documents: Mapping[str, float]
     cut_at_p99: Mapping[str, float]
     counts: np.ndarray
+    padded_counts: np.ndarray
     sizes: DecoderSizes
     parameters: int
     value_bytes: int
@@ -118,6 +120,7 @@ class Situation:
     max_memory: float | None
     slow_range: bool
     calibration: Calibration | None
+    calibration_note: str | None = None
 
     @property
     def cost(self) -> CostModel:
@@ -126,25 +129,27 @@ class Situation:
 
     def price(self, pair: Pair) -> float:
         """Work of a pair for each real token: seconds with a calibration, FLOPs without."""
-        return self._seconds(pair) if self.calibration else self._flops(pair)
+        work = self.works[pair]
+        return self._seconds(work) if self.calibration else self._flops(work)
 
-    def speedup(self, pair: Pair, over: Pair) -> dict[str, float]:
+    def speedup(self, pair: Pair, over: EpochWork) -> dict[str, float]:
         """How many times less work: by FLOPs and, with a calibration, by seconds; both at the same real tokens."""
-        found = {"flops": self._flops(over) / self._flops(pair)}
+        work = self.works[pair]
+        found = {"flops": self._flops(over) / self._flops(work)}
         if self.calibration:
-            found["seconds"] = self._seconds(over) / self._seconds(pair)
+            found["seconds"] = self._seconds(over) / self._seconds(work)
         return found
 
     def memory(self, tokens: int) -> dict[str, float]:
         """Bytes of a training step on T = `tokens`."""
         return memory_estimate(self.sizes, self.parameters, tokens, self.value_bytes, self.recompute)
 
-    def _flops(self, pair: Pair) -> float:
-        return self.works[pair].per_token(self.works[pair].flops(self.cost))
+    def _flops(self, work: EpochWork) -> float:
+        return work.per_token(work.flops(self.cost))
 
-    def _seconds(self, pair: Pair) -> float:
+    def _seconds(self, work: EpochWork) -> float:
         assert self.calibration is not None
-        return self.works[pair].per_token(self.calibration.seconds(self.works[pair]))
+        return work.per_token(self.calibration.seconds(work))
 
 
 def choose_pair(situation: Situation) -> Pair:
@@ -161,18 +166,29 @@ def choose_pair(situation: Situation) -> Pair:
     return situation.pair if situation.pair in good else min(good, key=PREFERRED.index)
 
 
-def choose_boundaries(situation: Situation) -> np.ndarray:
-    """Row lengths and how many of them: one more must save more than its graph costs; [K] int64."""
+def choose_boundaries(situation: Situation, mode: str) -> np.ndarray:
+    """Row lengths and how many of them, [K] int64: one more must save more than its graph costs.
+
+    Without a calibration they are those that `auto` picks.
+
+    Args:
+        mode: "padded" for rows of mixed lengths that are attended to as a whole, any other for rows of like lengths.
+    """
     calibration = situation.calibration
     others = min(work.graphs for work in situation.works.values()) - 1  # graphs that are not of training
     most = max(1, situation.max_graphs - others)
     if calibration and calibration.seconds_per_compile > 0 and calibration.seconds_per_token > 0:
         seconds = CostModel(calibration.seconds_per_token, calibration.seconds_per_squared_token)
         price = calibration.seconds_per_compile / situation.epochs
-        return optimal_boundaries(situation.counts, seconds.cost, most, situation.divisor, price)
-    flops = situation.cost.cost
-    price = WORTH_A_BUCKET * float(situation.counts @ flops(np.arange(situation.counts.size)))
-    return optimal_boundaries(situation.counts, flops, most, situation.divisor, price)
+        counts, of_row = _rows(situation, mode, seconds)
+        return optimal_boundaries(counts, of_row.cost, most, situation.divisor, price)
+    counts, of_row = _rows(situation, mode, situation.cost)
+    return auto_boundaries(counts, of_row.cost, None, most, situation.divisor)
+
+
+def _rows(situation: Situation, mode: str, cost: CostModel) -> tuple[np.ndarray, CostModel]:
+    """How often rows are padded to each length or above, and what a row costs."""
+    return (situation.padded_counts, cost) if mode == "padded" else (situation.counts, cost.of_row)
 
 
 def advise(situation: Situation) -> list[Advice]:
@@ -201,7 +217,8 @@ def _alike(situation: Situation) -> bool:
 
 def _mode(situation: Situation, pair: Pair) -> Advice:
     spread = situation.documents["p99"] / situation.documents["p50"]
-    gains = {mode: situation.speedup(pair, _best(situation, mode))["flops"] for mode in _modes(situation)}
+    best = {mode: situation.works[_best(situation, mode)] for mode in _modes(situation)}
+    gains = {mode: situation.speedup(pair, work)["flops"] for mode, work in best.items()}
     others = ", ".join(f"{mode} {gain:.2f}" for mode, gain in gains.items() if mode != pair[0])
     if _alike(situation):
         rule = f"P99 is {spread:.2f} x the median, below 2: padding may be as good"
@@ -233,24 +250,21 @@ def _kind(situation: Situation, pair: Pair) -> Advice:
     return Advice("shapes.kind", pair[1], situation.pair[1], numbers, f"padding: {pads}; {device}: bench decides")
 
 
-def _speedup(situation: Situation, pair: Pair) -> Advice | None:
-    baselines = {"seq_length": ("padded", "static"), "batch_max": ("padded", "range")}
-    gains = {name: situation.speedup(pair, over) for name, over in baselines.items() if over in situation.works}
-    if not gains:
-        return None
+def _speedup(situation: Situation, pair: Pair) -> Advice:
+    gains = {name: situation.speedup(pair, over) for name, over in situation.padded.items()}
     used = situation.calibration
     words = [
-        f"over padded to {name.replace('_max', ' maximum')} {gain['flops']:.2f} x by FLOPs"
+        f"over padded to the {name.replace('_', ' ')} {gain['flops']:.2f} x by FLOPs"
         + (f", {gain['seconds']:.2f} x by measured seconds" if used else "")
         for name, gain in gains.items()
     ]
     basis = (
         f"decided by calibration.json ({used.machine}; fit within {used.relative_error:.0%})"
         if used
-        else "decided by the model's FLOPs; ms-varlen bench measures"
+        else f"decided by the model's FLOPs; {situation.calibration_note or 'ms-varlen bench measures'}"
     )
     numbers = {f"over_padded_to_{name}_by_{unit}": x for name, gain in gains.items() for unit, x in gain.items()}
-    value = next(iter(gains.values()))["seconds" if used else "flops"]
+    value = gains["maximum"]["seconds" if used else "flops"]
     return Advice("speed-up over padding", round(value, 2), None, numbers, f"{'; '.join(words)}; {basis}", is_key=False)
 
 
@@ -274,10 +288,11 @@ def _seq_length(situation: Situation, pair: Pair) -> Advice:
 
 
 def _row_buckets(situation: Situation, pair: Pair) -> Advice:
-    boundaries = choose_boundaries(situation)
-    padded = _row_overhead(situation.counts, boundaries)
-    one_less = optimal_boundaries(situation.counts, situation.cost.cost, max(1, boundaries.size - 1), situation.divisor)
-    before = _row_overhead(situation.counts, one_less)
+    boundaries = choose_boundaries(situation, pair[0])
+    counts, of_row = _rows(situation, pair[0], situation.cost)
+    padded = _row_overhead(counts, boundaries)
+    one_less = optimal_boundaries(counts, of_row.cost, max(1, boundaries.size - 1), situation.divisor)
+    before = _row_overhead(counts, one_less)
     numbers = {"num_buckets": boundaries.size, "padding_overhead": padded, "padding_overhead_one_less": before}
     limit = "its graph takes to compile" if situation.calibration else f"{WORTH_A_BUCKET:.0%} of the work"
     why = (
@@ -294,8 +309,8 @@ def _row_buckets(situation: Situation, pair: Pair) -> Advice:
 def _num_buckets(situation: Situation, pair: Pair) -> Advice | None:
     if situation.num_buckets is None or not (pair[0] == "bucketed" or pair == ("padded", "buckets")):
         return None
-    boundaries = choose_boundaries(situation)
-    overhead = _row_overhead(situation.counts, boundaries)
+    boundaries = choose_boundaries(situation, pair[0])
+    overhead = _row_overhead(_rows(situation, pair[0], situation.cost)[0], boundaries)
     why = f"{boundaries.size} row lengths pad {overhead:.1%}; see shapes.row_buckets"
     numbers = {"padding_overhead": overhead}
     return Advice("shapes.num_buckets", boundaries.size, situation.num_buckets, numbers, why)

@@ -15,6 +15,9 @@ import numpy as np
 
 from ms_varlen.errors import LengthsError, ShapesError
 
+WORTH_A_BUCKET = 0.01
+"""One more bucket, which is a graph to compile, must save this share of the work on real tokens."""
+
 BLOCK = 1 << 20
 """Samples looked at together, so that memory does not grow with their number."""
 
@@ -38,6 +41,20 @@ def length_counts(lengths: np.ndarray) -> np.ndarray:
     for first in range(0, lengths.size, BLOCK):
         counts += np.bincount(lengths[first : first + BLOCK], minlength=counts.size)
     return counts
+
+
+def batch_maximum_counts(counts: np.ndarray, rows: int) -> np.ndarray:
+    """How often each length is expected to be the longest of `rows` samples in random order: what rows are padded to.
+
+    Args:
+        counts: [longest + 1] ints, how many samples have each length, some of them the longest.
+    Returns:
+        [longest + 1] int64, rounded, about as many in all; the longest occurs.
+    """
+    samples = counts.sum()
+    found = np.rint(samples * np.diff((np.cumsum(counts) / samples) ** rows, prepend=0.0)).astype(np.int64)
+    found[-1] = max(found[-1], 1)
+    return found
 
 
 def optimal_boundaries(
@@ -85,6 +102,26 @@ def optimal_boundaries(
         best = layer
         splits.append(split)
     return _trace(candidates, splits)
+
+
+def auto_boundaries(
+    counts: np.ndarray, cost: Callable[[np.ndarray], np.ndarray], num_buckets: int | None, most: int, divisor: int
+) -> np.ndarray:
+    """The boundaries that `auto` in a recipe picks: optimal ones, and as many as pay where their number is left open.
+
+    A bench's measurements have no part in it: a plan must stay the same from one run to the next.
+
+    Args:
+        counts, cost, divisor: as in `optimal_boundaries`.
+        num_buckets: the most boundaries; None for as many as save `WORTH_A_BUCKET` each.
+        most: the most boundaries where `num_buckets` is None: graphs that are allowed.
+    Returns:
+        [K] int64, increasing.
+    """
+    if num_buckets is not None:
+        return optimal_boundaries(counts, cost, num_buckets, divisor)
+    price = WORTH_A_BUCKET * float(counts[1:] @ cost(np.arange(1, counts.size)))
+    return optimal_boundaries(counts, cost, most, divisor, price)
 
 
 def _candidates(counts: np.ndarray, divisor: int) -> tuple[np.ndarray, np.ndarray]:

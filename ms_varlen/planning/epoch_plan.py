@@ -6,20 +6,34 @@ middle of an epoch, the samples that were trained are remembered, and the rest o
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import numpy as np
 
 from ms_varlen.errors import CheckpointError, DataError, LengthsError
-from ms_varlen.planning.balance import StepGrid, balance_micro_batches, balance_plan
-from ms_varlen.planning.batching import row_offsets, token_budget_offsets
+from ms_varlen.planning.balance import (
+    StepGrid,
+    balance_micro_batches,
+    balance_plan,
+    micro_batch_costs,
+    steps_of_like_costs,
+)
+from ms_varlen.planning.batching import reorder, row_offsets, token_budget_offsets
+from ms_varlen.planning.buckets import bucket_of
 from ms_varlen.planning.cost import CostModel
 from ms_varlen.planning.packing import pack_shuffled
 from ms_varlen.planning.remainder import TrainedSet, original_ids
 from ms_varlen.planning.windows import bucket_rows, bucketed_batches, windowed_batches
+
+PlanArrays = tuple[np.ndarray, np.ndarray]
+"""Order and offsets of a plan."""
+
+SharePlan = Callable[[str, Callable[[], PlanArrays]], PlanArrays]
+"""Gives the plan of a name, made by the function unless somebody else has made it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +91,7 @@ class EpochPlan:
         epoch: number of the epoch; each has an order of its own. None keeps the samples in their order and leaves none
             over: the plan of an evaluation.
         remaining: [m] sample ids, ascending, of an epoch that was begun under other settings; by default all.
+        share: takes the function that makes order and offsets, and gives what it makes; by default calls it.
     Attributes:
         order: [n] int64, all sample ids in the order of training.
         offsets: [k+1] int64, where each micro-batch starts in `order`.
@@ -90,6 +105,7 @@ class EpochPlan:
         settings: PlanSettings,
         epoch: int | None,
         remaining: np.ndarray | None = None,
+        share: Callable[[Callable[[], PlanArrays]], PlanArrays] | None = None,
     ):
         self.settings = settings
         planned = lengths if remaining is None else lengths[remaining]
@@ -99,10 +115,14 @@ class EpochPlan:
                 f"lengths[{sample}] must be >= 1, got {int(planned[sample])}; give each sample's tokens, and remove "
                 "empty ones (data.min_tokens does)"
             )
-        order, self.offsets = _micro_batches(planned, settings, epoch)
-        if settings.world_size > 1 and epoch is not None and order.size:
-            order, self.offsets = _balanced(planned, settings, order, self.offsets)
-        self.order = order if remaining is None else original_ids(order, remaining)
+
+        def make() -> PlanArrays:
+            order, offsets = _micro_batches(planned, settings, epoch)
+            if settings.per_step > 1 and epoch is not None and order.size:
+                order, offsets = _balanced(planned, settings, epoch, order, offsets)
+            return (order if remaining is None else original_ids(order, remaining)), offsets
+
+        self.order, self.offsets = make() if share is None else share(make)
         self.num_micro_batches = self.offsets.size - 1
         self.num_steps = self.num_micro_batches // settings.per_step
         self.left_over = self.order[self.offsets[self.num_steps * settings.per_step] :]
@@ -148,21 +168,36 @@ def _micro_batches(lengths: np.ndarray, settings: PlanSettings, epoch: int | Non
 
 
 def _balanced(
-    lengths: np.ndarray, settings: PlanSettings, order: np.ndarray, offsets: np.ndarray
+    lengths: np.ndarray, settings: PlanSettings, epoch: int, order: np.ndarray, offsets: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The same steps, dealt over ranks so that each has about the same work."""
+    """The plan, dealt over ranks so that each has about the same work in a step.
+
+    Which samples make a step depends on the micro-batches of a step alone, however many ranks share them; but for
+    "bucketed", where one rank wants its buckets mixed and several want to finish together.
+    """
     cost = CostModel(1.0, settings.quadratic_cost)
+
+    def costs_of(ids: np.ndarray) -> np.ndarray:
+        return cost.cost(lengths[ids])
+
     if settings.policy == "token_budget":
         grid = StepGrid(settings.world_size, settings.micro_batches, settings.size, settings.max_segments)
-        return balance_plan(lengths, cost.cost(lengths), order, offsets, grid)
+        return balance_plan(lengths, costs_of, order, offsets, grid)
     # Rows of one length, or samples that fit together, stay together: whole micro-batches are dealt.
-    if settings.policy == "packed":
-        costs = np.add.reduceat(cost.cost(lengths[order]), offsets[:-1])
-    else:
-        costs = cost.cost(np.maximum.reduceat(lengths[order], offsets[:-1])) * np.diff(offsets)
-    batches = balance_micro_batches(costs, settings.world_size, settings.micro_batches)
-    parts = [order[offsets[batch] : offsets[batch + 1]] for batch in batches]
-    return np.concatenate(parts), np.append(0, np.cumsum([part.size for part in parts]))
+    costs = micro_batch_costs(costs_of, order, offsets)
+    if settings.policy != "packed":
+        longest, rows = np.maximum.reduceat(lengths[order], offsets[:-1]), np.diff(offsets)
+        if settings.policy == "bucketed":  # padding is no part of a sample's attention
+            row_lengths = np.array(settings.row_lengths)[bucket_of(longest, np.array(settings.row_lengths))]
+            costs += row_lengths * rows - np.add.reduceat(lengths[order], offsets[:-1], dtype=np.int64)
+        else:
+            costs = cost.cost(longest) * rows
+    batches = np.arange(costs.size)
+    if settings.world_size > 1 or settings.policy != "bucketed":
+        rng = np.random.default_rng([settings.seed, epoch, 1])
+        batches = steps_of_like_costs(costs, settings.per_step, rng)
+    dealt = balance_micro_batches(costs[batches], settings.world_size, settings.micro_batches)
+    return reorder(order, offsets, batches[dealt])
 
 
 class EpochPlans:
@@ -172,13 +207,17 @@ class EpochPlans:
         lengths: [n] ints, tokens per sample.
         lengths_fingerprint: a hash of them.
         settings: see `PlanSettings`.
+        share: where several processes plan the same; by default each makes its own plans.
     Attributes:
         lengths: as given.
         fingerprint: of the lengths and the settings.
     """
 
-    def __init__(self, lengths: np.ndarray, lengths_fingerprint: str, settings: PlanSettings):
+    def __init__(
+        self, lengths: np.ndarray, lengths_fingerprint: str, settings: PlanSettings, share: SharePlan | None = None
+    ):
         self.settings = settings
+        self._share = share
         self.fingerprint = settings.fingerprint(lengths_fingerprint)
         self.lengths, self._lengths_fingerprint = lengths, lengths_fingerprint
         self._plans: dict[int, EpochPlan] = {}
@@ -191,20 +230,31 @@ class EpochPlans:
             remaining = None
             if self._remainder is not None and self._remainder[0] == epoch:
                 remaining = self._remainder[1].remaining_ids()
-            plan = EpochPlan(self.lengths, self.settings, epoch, remaining)
+            plan = EpochPlan(self.lengths, self.settings, epoch, remaining, self._shared(epoch))
             kept = {e: p for e, p in self._plans.items() if e == epoch - 1}
             self._plans = {**kept, epoch: plan}
         return plan
 
+    def _shared(self, epoch: int) -> Callable[[Callable[[], PlanArrays]], PlanArrays] | None:
+        if self._share is None:
+            return None
+        name = f"{self.fingerprint}-{epoch}-{self.trained_before(epoch).fingerprint}"
+        return functools.partial(self._share, name)
+
     def trained(self, state: PlanState) -> TrainedSet:
         """The samples of the epoch in progress that were trained, under these settings and earlier ones."""
-        before = self._before(state.epoch)
+        before = self.trained_before(state.epoch)
         return before.with_ids(self.epoch(state.epoch).trained_ids(state.step))
 
-    def _before(self, epoch: int) -> TrainedSet:
+    def trained_before(self, epoch: int) -> TrainedSet:
+        """The samples of an epoch that were trained under earlier settings; its plan holds the others."""
         if self._remainder is not None and self._remainder[0] == epoch:
             return self._remainder[1]
         return TrainedSet.none(self.lengths.size, self._lengths_fingerprint)
+
+    def is_new(self, state: PlanState) -> bool:
+        """Whether nothing of the epoch in progress was trained yet, under whatever settings."""
+        return state.step == 0 and not self.trained_before(state.epoch).count
 
     def start(self) -> PlanState:
         """The place before the first step."""
@@ -228,7 +278,7 @@ class EpochPlans:
 
     def to_dict(self, state: PlanState) -> dict[str, Any]:
         """A place as JSON values, with all that is needed to go on under other settings."""
-        before = self._before(state.epoch)
+        before = self.trained_before(state.epoch)
         return {
             "epoch": state.epoch,
             "step": state.step,

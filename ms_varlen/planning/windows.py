@@ -19,13 +19,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ms_varlen.errors import DataError
+from ms_varlen.planning.batching import reorder
 from ms_varlen.planning.buckets import bucket_of
 
-CHUNK_BATCHES = 1_000_000
-"""Micro-batches put in their new order together; bounds the temporaries at a fraction of the order itself."""
-
 CHUNK_SAMPLES = 1_000_000
-"""Samples whose buckets are looked up together, for the same reason."""
+"""Samples whose buckets are looked up together; bounds the temporaries at a fraction of the order itself."""
 
 
 def divisor_boundaries(longest: int, divisor: int) -> np.ndarray:
@@ -72,7 +70,7 @@ def bucketed_batches(
     offsets = np.append(np.concatenate(starts), order.size)
     of_batch = np.repeat(np.arange(len(boundaries)), [len(part) for part in starts])
     shuffled = np.arange(of_batch.size) if rng is None else rng.permutation(of_batch.size)
-    return *_reorder(order[by_bucket], offsets, shuffled), of_batch[shuffled]
+    return *reorder(order[by_bucket], offsets, shuffled), of_batch[shuffled]
 
 
 def windowed_batches(
@@ -128,7 +126,7 @@ def windowed_batches(
             return first + rows[sizes[first]]
 
     offsets = _cut_windows(order.size, window, next_end)
-    return (order, offsets) if rng is None else _reorder(order, offsets, rng.permutation(offsets.size - 1))
+    return (order, offsets) if rng is None else reorder(order, offsets, rng.permutation(offsets.size - 1))
 
 
 def batch_overhead(lengths: np.ndarray, order: np.ndarray, offsets: np.ndarray, boundaries: np.ndarray) -> float:
@@ -245,16 +243,3 @@ def _cut_windows(samples: int, window: int, next_end: Callable[[np.ndarray], np.
         first = np.minimum(next_end(first), stop)
         first, stop = first[first < stop], stop[first < stop]
     return np.append(np.sort(np.concatenate([*starts, np.zeros(0, np.int64)])), samples)
-
-
-def _reorder(order: np.ndarray, offsets: np.ndarray, batches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Order and offsets with the micro-batches in another order."""
-    counts = np.diff(offsets)[batches]
-    new_offsets = np.append(0, np.cumsum(counts))
-    new_order = np.empty_like(order)
-    for first in range(0, batches.size, CHUNK_BATCHES):
-        part = slice(first, first + CHUNK_BATCHES)
-        begin, end = new_offsets[first], new_offsets[min(first + CHUNK_BATCHES, batches.size)]
-        shift = np.repeat(offsets[batches[part]] - new_offsets[:-1][part], counts[part])
-        new_order[begin:end] = order[shift + np.arange(begin, end)]
-    return new_order, new_offsets

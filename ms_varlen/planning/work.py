@@ -1,7 +1,7 @@
 """What a planned epoch computes, in tokens, FLOPs, seconds and memory: the numbers that modes are compared by."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ms_varlen.errors import DataError
@@ -73,6 +73,8 @@ class Calibration:
         seconds_per_compile: of a graph.
         relative_error: root mean square of the fit.
         machine: in words.
+        parameters: of the model that was measured.
+        body: of its operators: "kernel", "reference" or "ascend".
     """
 
     seconds_per_token: float
@@ -81,6 +83,8 @@ class Calibration:
     seconds_per_compile: float
     relative_error: float
     machine: str
+    parameters: int
+    body: str
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str) -> "Calibration":
@@ -90,18 +94,34 @@ class Calibration:
             values: the content of `calibration.json`.
             where: its path, for an error.
         Raises:
-            DataError: another format, or a number missing.
+            DataError: another format, or a value missing.
         """
-        names = [field.name for field in dataclasses.fields(cls) if field.name != "machine"]
+        words_of = ("machine", "body")
+        names = [field.name for field in dataclasses.fields(cls) if field.name not in words_of]
         missing = [name for name in names if not isinstance(values.get(name), int | float)]
+        missing += [] if isinstance(values.get("body"), str) else ["body"]
         if values.get("format") != 1 or missing:
             found = f"format {values.get('format')}" + (f" without {', '.join(missing)}" if missing else "")
             raise DataError(
-                f"a calibration must have format 1 and all its numbers, got {found}, in {where}; bench again"
+                f"a calibration must have format 1 and all its values, got {found}, in {where}; bench again"
             )
         machine = values.get("machine", {})
         words = [machine.get("processor"), f"{machine.get('cores')} cores", machine.get("system")]
-        return cls(**{name: values[name] for name in names}, machine=", ".join(str(word) for word in words if word))
+        numbers = {name: values[name] for name in names}
+        return cls(**numbers, machine=", ".join(str(word) for word in words if word), body=values["body"])
+
+    def mismatch(self, parameters: int, bodies: Collection[str]) -> str | None:
+        """Why it says nothing about a recipe, in words; None where it does.
+
+        Args:
+            parameters: of the recipe's model.
+            bodies: that its operators may have here.
+        """
+        if self.parameters != parameters:
+            return f"it was measured on a model of {self.parameters:,} parameters, the recipe's has {parameters:,}"
+        if self.body not in bodies:
+            return f"it was measured with the {self.body} body of the operators, here it is {' or '.join(bodies)}"
+        return None
 
     def seconds(self, work: EpochWork) -> float:
         """Seconds of an epoch, compiling apart."""

@@ -11,16 +11,15 @@ import numpy as np
 
 from ms_varlen.errors import VarlenError
 from ms_varlen.graph.shapes import round_up
+from ms_varlen.planning.batching import row_offsets
 from ms_varlen.planning.cost import CostModel
 from ms_varlen.planning.work import EpochWork
+from ms_varlen.train.epoch_numbers import MOST_SAMPLES, epoch_batches, sampled_lengths
 from ms_varlen.train.recipe import Recipe, parse_recipe
-from ms_varlen.train.workload import SampleLengths, epoch_batches, plan_lengths
+from ms_varlen.train.workload import SampleLengths, plan_lengths
 
 PAIRS = [(mode, kind) for mode in ("padded", "bucketed", "packed", "varlen") for kind in ("static", "buckets", "range")]
 """Every mode with every kind of shapes."""
-
-MOST_SAMPLES = 1_000_000
-"""Samples that variants are planned on; of a larger corpus as many are drawn at random."""
 
 
 def variant(recipe: Recipe, mode: str, kind: str, mean_length: float) -> Recipe:
@@ -68,10 +67,8 @@ def rows_of(recipe: Recipe, mean_length: float) -> int:
 
 def sampled(lengths: SampleLengths, most: int = MOST_SAMPLES) -> SampleLengths:
     """The lengths, or `most` of them drawn at random, always the same."""
-    if lengths.train.size <= most:
-        return lengths
-    chosen = np.random.default_rng(0).choice(lengths.train, most, replace=False)
-    return dataclasses.replace(lengths, train=chosen)
+    train = sampled_lengths(lengths.train, most)
+    return lengths if train is lengths.train else dataclasses.replace(lengths, train=train)
 
 
 def epoch_work(recipe: Recipe, lengths: SampleLengths, cost: CostModel, world_size: int = 1) -> EpochWork:
@@ -92,6 +89,39 @@ def epoch_work(recipe: Recipe, lengths: SampleLengths, cost: CostModel, world_si
         computed_squared=int(layout.squared_tokens(seq_lens, offsets).sum()),
         largest=shapes.max,
     )
+
+
+def padded_works(
+    recipe: Recipe, lengths: SampleLengths, mean_length: float, world_size: int = 1
+) -> dict[str, EpochWork]:
+    """An epoch of rows in random order, padded to the "maximum" (the longest sample) and to the "batch_maximum".
+
+    No row is of pads only, and nothing is rounded up: what a framework that just pads would compute, whatever the
+    recipe's own sizes are.
+
+    Args:
+        mean_length: see `variant`.
+    """
+    sizes, rows = lengths.train, rows_of(recipe, mean_length)
+    offsets = row_offsets(sizes.size, rows)
+    order = np.random.default_rng(recipe.train.seed).permutation(sizes.size)
+    longest, in_batch = int(sizes.max()), np.maximum.reduceat(sizes[order], offsets[:-1]).astype(np.int64)
+    steps = -(-(offsets.size - 1) // (recipe.batch.micro_batches * world_size))
+    work = EpochWork(
+        steps=steps,
+        graphs=2,  # of one size, or of a range, and the optimizer
+        real=int(sizes.sum(dtype=np.int64)),
+        computed=longest * sizes.size,
+        real_squared=int(np.square(sizes, dtype=np.int64).sum()),
+        computed_squared=longest**2 * sizes.size,
+        largest=longest * rows,
+    )
+    counts = np.diff(offsets)
+    computed, squared = int(in_batch @ counts), int(in_batch**2 @ counts)
+    return {
+        "maximum": work,
+        "batch_maximum": dataclasses.replace(work, computed=computed, computed_squared=squared),
+    }
 
 
 def compare_variants(
