@@ -8,6 +8,7 @@ line on stdout says what became of it: `status` (minus the signal's number after
 import atexit
 import contextlib
 import dataclasses
+import errno
 import functools
 import json
 import os
@@ -152,19 +153,33 @@ def in_micro_batch(kind, number):
 
     from ms_varlen.train.graphs import TrainingGraphs
 
+    if kind == "no_labels":
+        return without_labels(number)
     original, calls = TrainingGraphs.accumulate, []
 
     def faulty(graphs, columns):
         calls.append(columns)
-        if len(calls) == number and kind == "no_labels":
-            columns["labels"] = np.full_like(columns["labels"], -100)
         loss_sum = original(graphs, columns)
-        if len(calls) == number and kind == "nan":
+        if len(calls) == number:
             gradient = graphs.accumulate_cell.accumulated[0]
             gradient.set_data(Tensor(np.full(gradient.shape, np.nan, np.float32)))
         return loss_sum
 
     return mock.patch.object(TrainingGraphs, "accumulate", faulty)
+
+
+def without_labels(number):
+    """No label in the `number`-th micro-batch that is served."""
+    from ms_varlen.data.dataset import MicroBatches
+
+    original, calls = MicroBatches.columns, []
+
+    def faulty(batches, ids):
+        columns = original(batches, ids)
+        calls.append(ids)
+        return columns if len(calls) != number else columns | {"labels": np.full_like(columns["labels"], -100)}
+
+    return mock.patch.object(MicroBatches, "columns", faulty)
 
 
 def moved_end(number):
@@ -183,6 +198,20 @@ def moved_end(number):
         return original(lens, body)
 
     return mock.patch.object(graphs, "attention_columns", tampered)
+
+
+def full_disk(step):
+    """No room for the checkpoint of a step."""
+    from ms_varlen.checkpoint import store
+
+    original = store.save_file
+
+    def no_room(tensors, path, **kwargs):
+        if path.parent.name.endswith(store.step_name(step)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(tensors, path, **kwargs)
+
+    return mock.patch.object(store, "save_file", no_room)
 
 
 def nan_weight():
@@ -209,7 +238,7 @@ def context(kind, **where):
         return at_step(kind, **where)
     if kind in ("nan", "no_labels"):
         return in_micro_batch(kind, **where)
-    others = {"moved_end": moved_end, "nan_weight": nan_weight}
+    others = {"moved_end": moved_end, "nan_weight": nan_weight, "full_disk": full_disk}
     return others[kind](**where) if kind in others else kill_at(kind, **where)
 
 

@@ -7,7 +7,15 @@ import pytest
 
 from ms_varlen.diagnose.align import align
 from ms_varlen.errors import RecipeError
-from ms_varlen.testing.detection import detection_rate, find, write_recipe
+from ms_varlen.testing.detection import (
+    FILE_FAULTS,
+    RECIPE_FAULTS,
+    detection_rate,
+    find,
+    find_in_files,
+    find_in_recipe,
+    write_recipe,
+)
 from ms_varlen.testing.planted import FAULTS, plant
 from ms_varlen.train.recipe import load_recipe
 
@@ -28,6 +36,16 @@ def test_a_fault_in_the_data_path_never_reaches_the_model(recipe, fault):
 @pytest.mark.parametrize("fault", REACHING, ids=lambda fault: fault.name)
 def test_a_fault_behind_the_checks_is_named_by_align(recipe, fault):
     assert find(fault, recipe)[:2] == ("align", fault.code)
+
+
+@pytest.mark.parametrize(("name", "code", "overrides"), RECIPE_FAULTS, ids=[fault[0] for fault in RECIPE_FAULTS])
+def test_a_fault_of_a_recipe_is_named_by_the_doctor(recipe, name, code, overrides):
+    assert find_in_recipe(recipe, overrides)[:2] == ("doctor", code)
+
+
+@pytest.mark.parametrize("name", FILE_FAULTS)
+def test_a_fault_of_a_file_is_named_by_the_doctor(recipe, name):
+    assert find_in_files(recipe, name)[:2] == ("doctor", FILE_FAULTS[name])
 
 
 @pytest.mark.parametrize("against", ["padded", "bucketed", "packed", "varlen"])

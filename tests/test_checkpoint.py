@@ -201,7 +201,7 @@ def test_parameters_of_another_model_are_refused_by_name(tmp_path, shapes, messa
 
 
 def test_checkpoint_of_another_mode_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match=r"is a varlen checkpoint, this recipe trains padded; .* mode: varlen"):
+    with pytest.raises(CheckpointError, match=r"is a varlen checkpoint, this recipe trains padded; .* `ckpt-tools convert --to padded"):
         load_checkpoint(save(tmp_path, 1), "padded")
 
 
@@ -376,8 +376,7 @@ def test_changed_keys_are_refused_by_name_and_nothing_is_touched(tmp_path):
     new = recipe(batch__token_budget=2048, train__learning_rate=2e-3, train__clip=1.0)
     with pytest.raises(
         CheckpointError,
-        match=r"batch.token_budget: was 4096, is 2048; train.clip: was not set, is 1.0; "
-        r"train.learning_rate: was 0.001, is 0.002; .*resume=never",
+        match=r"but train.clip: was not set, is 1.0; train.learning_rate: was 0.001, is 0.002; .*resume=never",
     ):
         open_run(config(tmp_path), "varlen", new)
     assert (folder / "metrics.jsonl").read_bytes() == before
@@ -387,8 +386,24 @@ def test_changed_keys_are_refused_by_name_and_nothing_is_touched(tmp_path):
 def test_changed_keys_skips_what_may_change():
     old = {"train": {"steps": 1, "eval_every": None}, "graph": {"max_graphs": 1}, "device": {"max_memory": None}}
     new = {"train": {"steps": 2, "eval_every": 5}, "graph": {"max_graphs": 2}, "device": {"max_memory": "4GB"}}
-    assert changed_keys(old, new) == []
-    assert changed_keys({"batch": {"rows": None}}, {"batch": {"rows": 4}}) == ["batch.rows: was null, is 4"]
+    assert changed_keys(old, new) == ([], [])
+
+
+def test_changed_keys_tells_what_is_refused_from_what_is_planned_anew():
+    old = {"mode": "padded", "batch": {"rows": 4}, "shapes": {"kind": "range"}, "train": {"seed": 0}}
+    new = {"mode": "varlen", "batch": {"rows": None}, "shapes": {"kind": "static"}, "train": {"seed": 1}}
+    assert changed_keys(old, new) == (
+        ["train.seed: was 0, is 1"],
+        ["batch.rows: was 4, is null", 'mode: was "padded", is "varlen"', 'shapes.kind: was "range", is "static"'],
+    )
+
+
+def test_changed_batch_is_told_and_the_run_goes_on(tmp_path):
+    folder = trained(tmp_path)
+    with open_run(config(tmp_path), "varlen", recipe(batch__token_budget=2048)) as run:
+        assert (run.folder, run.replanned) == (folder, ["batch.token_budget: was 4096, is 2048"])
+    with open_run(config(tmp_path), "varlen", recipe(batch__token_budget=2048)) as run:
+        assert run.replanned == []
 
 
 def test_run_killed_before_its_first_save_restarts_at_step_0(tmp_path):
@@ -468,10 +483,10 @@ def test_named_checkpoint_is_copied_where_links_are_refused(tmp_path, monkeypatc
 def test_named_checkpoint_of_another_mode_or_recipe_is_refused(tmp_path):
     folder = trained(tmp_path)
     named = config(tmp_path, folder / "step_00000010")
-    with pytest.raises(CheckpointError, match=r"is a varlen checkpoint, this recipe trains padded; .*mode: varlen"):
+    with pytest.raises(CheckpointError, match=r"is a varlen checkpoint, this recipe trains padded; .*ckpt-tools convert --to padded"):
         open_run(named, "padded", RECIPE)
-    with pytest.raises(CheckpointError, match=r"batch.token_budget: was 4096, is 64"):
-        open_run(named, "varlen", recipe(batch__token_budget=64))
+    with pytest.raises(CheckpointError, match=r"train.learning_rate: was 0.001, is 0.1"):
+        open_run(named, "varlen", recipe(train__learning_rate=0.1))
     (folder / "recipe.yaml").unlink()
     with pytest.raises(CheckpointError, match=r"recipe.yaml must be beside the checkpoints, found none"):
         open_run(named, "varlen", RECIPE)
@@ -500,8 +515,8 @@ def test_second_process_is_refused_with_the_pid_and_a_kill_frees_the_folder(tmp_
 
 def test_refused_opening_releases_the_lock(tmp_path):
     trained(tmp_path)
-    with pytest.raises(CheckpointError, match="token_budget"):
-        open_run(config(tmp_path), "varlen", recipe(batch__token_budget=1))
+    with pytest.raises(CheckpointError, match="learning_rate"):
+        open_run(config(tmp_path), "varlen", recipe(train__learning_rate=1.0))
     open_run(config(tmp_path), "varlen", RECIPE).close()
 
 
@@ -565,6 +580,7 @@ def test_config_reads_what_a_recipe_says():
         "output_dir": "out",
         "every": None,
         "keep": 2,
+        "on_save_error": "stop",
         "resume": "auto",
     }
     assert CheckpointConfig(output_dir="out", resume="never").resume == "never"

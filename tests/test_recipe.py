@@ -21,6 +21,10 @@ PADDED = next(path for path in RECIPES if path.stem == "padded")
 KEYS_AT_TOP = "allowed here: mode, data, batch, shapes, model, train, graph, checkpoint, device"
 
 
+FETCHED = {"smollm2_cpu": ("model.config={hidden_size: 64}", "model.init_from=null", "data.tokenizer=bytes")}
+"""What stands for the files that a recipe wants fetched first."""
+
+
 def faults_of(*overrides: str, recipe: Path = QUICKSTART) -> list[str]:
     with pytest.raises(RecipeError) as caught:
         load_recipe(recipe, overrides)
@@ -35,7 +39,7 @@ def written(tmp_path: Path, text: str) -> Path:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_loads_and_its_resolved_form_gives_the_same_recipe(path):
-    recipe = load_recipe(path)
+    recipe = load_recipe(path, FETCHED.get(path.stem, ()))
     resolved = yaml.safe_load(yaml.safe_dump(recipe.resolved()))
     assert parse_recipe(resolved) == recipe
     assert parse_recipe(resolved).resolved() == recipe.resolved()
@@ -56,7 +60,14 @@ def test_resolved_holds_every_default():
         "micro_batches": 1,
         "max_segments": 256,
     }
-    assert resolved["device"] == {"target": "auto", "max_memory": None, "deterministic": False}
+    assert resolved["device"] == {
+        "target": "auto",
+        "max_memory": None,
+        "deterministic": False,
+        "hccl_connect_seconds": 600,
+        "hccl_exec_seconds": 1836,
+        "profile_steps": None,
+    }
     assert resolved["train"]["learning_rate"] == 1e-3
     assert resolved["checkpoint"]["output_dir"] == "output/quickstart"
 
@@ -82,7 +93,7 @@ def test_five_faults_are_reported_at_once():
     )
     assert faults == [
         f"length_buckets: must be a known key, got [128, 256]; use shapes.kind and shapes.row_buckets; {KEYS_AT_TOP}",
-        "data.source: must be an existing file, got gone.jsonl; correct the path or use 'pydoc', which needs no file",
+        "data.source: must be an existing file or folder, got gone.jsonl; correct the path or use 'pydoc', which needs none",
         "batch.token_budget: must be >= model.seq_length (2048), got 1024; raise it, or lower model.seq_length",
         "model.max_position_embeddings: must equal model.seq_length (2048), got 4096; set both to the longest sequence "
         "to train",
@@ -177,6 +188,10 @@ def test_a_wrong_value_is_one_fault_that_says_what_is_allowed(override, fault):
             "shapes.token_sizes[1]: must be > the size before it (2048), got 1024; ",
         ),
         (
+            ["mode=bucketed", "shapes.row_buckets=[true, 2048, a]"],
+            "shapes.row_buckets[0]: must be a whole number, got true; change it (tokens, lengths of rows",
+        ),
+        (
             ["mode=bucketed", "shapes.row_buckets=[100, 2048]"],
             "shapes.row_buckets[0]: must be a multiple of shapes.divisor (64), got 100; use 64 or 128",
         ),
@@ -187,7 +202,7 @@ def test_a_wrong_value_is_one_fault_that_says_what_is_allowed(override, fault):
         (["shapes.min=8192", "shapes.max=4096"], "shapes.min: must be <= max (4096), got 8192"),
         (["shapes.divisor=4096"], "shapes.divisor: must be < the largest size (4096 tokens), got 4096; "),
         (["data.min_tokens=4000"], "data.min_tokens: must be <= model.seq_length (2048), got 4000; "),
-        (["data.tokenizer=gone.json"], "data.tokenizer: must be an existing file, got gone.json; "),
+        (["data.tokenizer=gone.json"], "data.tokenizer: must be an existing file or folder, got gone.json; "),
         (["data.eval_fraction=0"], "train.eval_every: must be null when data.eval_fraction is 0, got 50; "),
         (["graph.max_graphs=2"], "graph.max_graphs: must be >= 3 (one graph per role), got 2; "),
         (
@@ -436,7 +451,7 @@ def test_the_schema_describes_every_key_and_allows_no_other():
     for section in [schema, *schema["$defs"].values()]:
         assert section["additionalProperties"] is False
         assert section["description"]
-    own = [("BatchConfig", 6), ("TrainConfig", 12), ("DeviceConfig", 3)]
+    own = [("BatchConfig", 6), ("TrainConfig", 13), ("DeviceConfig", 6)]
     for name, keys in own:
         properties = schema["$defs"][name]["properties"]
         assert len(properties) == keys

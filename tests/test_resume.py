@@ -1,10 +1,17 @@
+import json
 import os
 import re
 import time
 
 import cli_run
+import numpy as np
 import pytest
 from cli_run import arrays, checkpoints, metrics
+
+from ms_varlen.planning.epoch_plan import EpochPlan
+from ms_varlen.train.loop import ids_hash
+from ms_varlen.train.recipe import load_recipe
+from ms_varlen.train.workload import prepare
 
 pytestmark = pytest.mark.graph
 
@@ -60,6 +67,32 @@ def test_interrupt_ends_with_130_at_once_and_the_run_goes_on(tiny, tmp_path):
     assert_same_run(tmp_path / "varlen", tiny.run)
 
 
+def test_full_disk_stops_or_is_lived_with_as_the_recipe_says(tiny, tmp_path):
+    full = [{"kind": "full_disk", "step": 6}]
+    done = tiny.train(tmp_path / "stop", faults=full)
+    assert (done.returncode, checkpoints(tmp_path / "stop" / "varlen")) == (1, [3])
+    assert "step_00000006 could not be written" in done.stderr
+    done = tiny.train(tmp_path / "go", "checkpoint.on_save_error=continue", faults=full)
+    assert (done.returncode, checkpoints(tmp_path / "go" / "varlen")) == (0, [9, 12]), done.stderr
+    assert "checkpoint.on_save_error is continue: training goes on" in " ".join(done.stderr.split())
+    assert metrics(tmp_path / "go" / "varlen") == metrics(tiny.run)
+    last = [{"kind": "full_disk", "step": 12}]
+    done = tiny.train(tmp_path / "last", "checkpoint.on_save_error=continue", faults=last)
+    assert (done.returncode, checkpoints(tmp_path / "last" / "varlen")) == (1, [6, 9])
+    assert tiny.train(tmp_path / "stop").returncode == 0
+    assert_same_run(tmp_path / "stop" / "varlen", tiny.run)
+
+
+def test_too_many_bad_steps_end_the_run_saved(tiny, tmp_path):
+    done = tiny.train(tmp_path, "train.max_bad_steps=1", "graph.mode=pynative", faults=[{"kind": "nan_weight"}])
+    assert (done.returncode, checkpoints(tmp_path / "varlen")) == (1, [2])
+    assert "skipped steps must be at most 1 (train.max_bad_steps), got 2" in " ".join(done.stderr.split())
+    assert sorted(path.name for path in (tmp_path / "varlen").glob("bad_step_*")) == [
+        "bad_step_00000001.json",
+        "bad_step_00000002.json",
+    ]
+
+
 def test_finished_run_asked_for_more_steps_equals_one_run(tiny, tmp_path):
     for steps in (9, 12):
         done = tiny.train(tmp_path, f"train.steps={steps}")
@@ -83,6 +116,42 @@ def test_changed_key_is_refused_by_name(tiny):
     assert done.returncode == 1
     assert "train.learning_rate: was 0.01, is 0.02; set back what changed" in done.stderr
     assert contents(tiny.run) == before
+
+
+def planned(tiny, overrides, remaining=None):
+    """The plan of epoch 0, or of what remained of it."""
+    plans = prepare(load_recipe(tiny.recipe, overrides)).plans
+    return EpochPlan(plans.lengths, plans.settings, 0, remaining)
+
+
+def test_changed_batch_plans_the_rest_of_the_epoch_anew(tiny, tmp_path, monkeypatch):  # R03
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tiny.cache))
+    old = ["graph.mode=pynative", "train.eval_every=null"]
+    new = [*old, "batch.token_budget=128", "batch.micro_batches=2", "batch.max_segments=9", "shapes.kind=static"]
+    before = planned(tiny, old)
+    remaining = np.setdiff1d(np.arange(before.order.size), before.trained_ids(2))
+    rest = planned(tiny, new, remaining)
+    assert rest.left_over.size > 0
+
+    assert tiny.train(tmp_path, *old, "train.steps=2").returncode == 0
+    done = tiny.train(tmp_path, *new, f"train.steps={2 + rest.num_steps}", "--json")
+    assert done.returncode == 0, done.stderr
+    assert (
+        f"the rest of epoch 0 ({remaining.size} samples) is planned anew: batch.max_segments: was 256, is 9; "
+        'batch.token_budget: was 256, is 128; shapes.kind: was "range", is "static"'
+    ) in " ".join(done.stderr.split())
+    steps = [*(before.step_ids(step) for step in range(2)), *(rest.step_ids(step) for step in range(rest.num_steps))]
+    assert [line["sample_ids_sha256"] for line in metrics(tmp_path / "varlen")] == [ids_hash(ids) for ids in steps]
+    assert sorted(np.concatenate([*steps, rest.left_over])) == list(range(before.order.size))
+    ledgers = json.loads(done.stdout)["ledger"]
+    samples = ledgers["samples"]
+    assert (samples["trained"], samples["left_over"]) == (sum(map(len, steps)), rest.left_over.size)
+    assert [(ledger["balanced"], ledger["pending"]) for ledger in ledgers.values()] == [(True, 0)] * 2
+
+    done = tiny.train(tmp_path, *new, f"train.steps={3 + rest.num_steps}", "--json")
+    assert (done.returncode, "planned anew" in done.stderr) == (0, False), done.stderr
+    assert [line["epoch"] for line in metrics(tmp_path / "varlen")] == [0] * len(steps) + [1]
+    assert all(ledger["balanced"] for ledger in json.loads(done.stdout)["ledger"].values())
 
 
 def test_checkpoint_of_another_mode_is_refused_and_never_begins_anew(tiny):

@@ -12,12 +12,16 @@ from ms_varlen import DataError
 from ms_varlen.data.dataset import MicroBatches, MicroBatchLoader
 from ms_varlen.data.layouts import IGNORE_INDEX, lay_out
 from ms_varlen.lengths import SeqLens
+from ms_varlen.planning.epoch_plan import PlanState
 from ms_varlen.train.config import TrainConfig
+from ms_varlen.train.exchange import Exchange
 from ms_varlen.train.graphs import TrainingGraphs
-from ms_varlen.train.loop import StepSums, ids_hash
+from ms_varlen.train.loop import ids_hash
+from ms_varlen.train.ranks import Ranks
 from ms_varlen.train.recipe import parse_recipe
 from ms_varlen.train.schedule import learning_rate
 from ms_varlen.train.step import ApplyGradients, clear
+from ms_varlen.train.step_reports import StepLengths, StepPlace, StepReports
 from ms_varlen.train.workload import describe_plan, prepare
 
 LENGTHS = [3, 17, 5, 40, 9, 64, 2, 31, 8, 12, 90, 4]
@@ -92,13 +96,16 @@ def test_a_step_is_the_same_however_it_is_split_into_micro_batches(graphs, workl
 
 
 def test_two_micro_batches_of_uneven_counts_give_the_token_mean():  # L01: 4 over 1 and 6 over 3 is 2.5, not 3.0
-    sums = StepSums()
+    batches = []
     for supervised in (1, 3):
         labels = np.full(8, IGNORE_INDEX, np.int32)
         labels[:supervised] = 7
-        sums.add({"input_ids": labels, "labels": labels, "seq_lens": np.array([4, 3], np.int32)})
-    assert (4 + 6) / sums.supervised == 2.5
-    assert sums.metrics() == {
+        batches.append({"input_ids": labels, "labels": labels, "seq_lens": np.array([4, 3], np.int32)})
+    lengths = StepLengths.of_columns(batches)
+    place = StepPlace(0, PlanState(0, 0), "varlen", "0" * 32)
+    counts = StepReports(Exchange(Ranks()), micro_batches=2, most=2).check(place, lengths, lengths)
+    assert (4 + 6) / counts.supervised == 2.5
+    assert counts.metrics() == {
         "tokens_real": 14,
         "tokens_computed": 16,
         "tokens_supervised": 4,

@@ -1,7 +1,7 @@
 """`varlen_attention`, and the lengths it reads, made on the host.
 
-    columns = attention_columns(lens, body_in_use())          # NumPy, beside the data loader
-    lengths = attention_inputs(columns, body_in_use())        # the tuple that the call takes
+    columns = attention_columns(lens)                         # NumPy, beside the data loader
+    lengths = attention_inputs(columns)                       # the tuple that the call takes
     out_TND = varlen_attention(q_TND, k_TND, v_TND, lengths)  # in any Cell, graph mode or PyNative
 
 Lengths reach a graph as values of tensors whose sizes are dynamic: no Python number varies from batch to batch, so no
@@ -12,7 +12,10 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
+from ms_varlen.data.layouts import COLUMNS
 from ms_varlen.errors import LengthsError, RecipeError
+from ms_varlen.graph.declare import declared_inputs
+from ms_varlen.graph.shapes import TokenShapes
 from ms_varlen.lengths import SeqLens, check_ends
 from ms_varlen.ops.ascend_attention import MAX_SEGMENTS, ascend_attention, ascend_faults
 from ms_varlen.ops.body import body_in_use
@@ -84,12 +87,12 @@ def check_attention_limits(
         raise RecipeError(faults, f"attention ({body} body)")
 
 
-def attention_columns(lens: SeqLens, body: str) -> dict[str, np.ndarray]:
+def attention_columns(lens: SeqLens, body: str | None = None) -> dict[str, np.ndarray]:
     """The columns that a data set carries for this body, in the order of `lengths`.
 
     Args:
         lens: the lengths of one micro-batch.
-        body: as `body_in_use` names it.
+        body: as `body_in_use` names it; by default that one.
     Returns:
         actual_seq_qlen: [G] int32, running ends, last == T. For "reference" also those of `pair_columns`.
     Raises:
@@ -97,7 +100,7 @@ def attention_columns(lens: SeqLens, body: str) -> dict[str, np.ndarray]:
     """
     check_segments(lens.actual_seq_qlen, lens.tokens)
     columns = {"actual_seq_qlen": lens.actual_seq_qlen}
-    if body == "reference":
+    if (body or body_in_use()) == "reference":
         columns |= pair_columns(lens)
     return columns
 
@@ -114,13 +117,26 @@ def declared_columns(body: str, tokens: int | None = None) -> dict[str, Tensor]:
     return declared
 
 
-def attention_inputs(columns: dict, body: str) -> tuple[Tensor, ...]:
+def declared_batch(shapes: TokenShapes) -> tuple[Tensor, ...]:
+    """What `cell.set_inputs(*...)` is told for all columns of a micro-batch, in the order of the data set.
+
+    So a cell with ``construct(self, input_ids, labels, position_ids, seq_lens, *lengths)`` takes a data set's items as
+    they are, in `mindspore.train.Model` too, and compiles once.
+
+    Args:
+        shapes: the sizes that the layout was given; of kind "static" or "range", since a cell has one declaration.
+    """
+    tokens = dict(zip(COLUMNS, declared_inputs(shapes, dict(zip(COLUMNS, "TTTGG", strict=True))), strict=True))
+    attention = declared_columns(body_in_use(), None if shapes.kind == "range" else shapes.max)
+    return (*tokens.values(), *(value for name, value in attention.items() if name not in tokens))
+
+
+def attention_inputs(columns: dict, body: str | None = None) -> tuple[Tensor, ...]:
     """`lengths` for `varlen_attention`: tensors on the host, which nothing should move or compute with on the way.
 
     Args:
         columns: what `attention_columns` made, alone or among the other columns of a batch; arrays or tensors.
-        body: as `body_in_use` names it.
+        body: as `body_in_use` names it; by default that one.
     """
-    return tuple(
-        columns[name] if isinstance(columns[name], Tensor) else Tensor(columns[name]) for name in declared_columns(body)
-    )
+    names = declared_columns(body or body_in_use())
+    return tuple(columns[name] if isinstance(columns[name], Tensor) else Tensor(columns[name]) for name in names)

@@ -11,10 +11,13 @@ import numpy as np
 
 from ms_varlen.data.dataset import MicroBatches
 from ms_varlen.diagnose.align import align
+from ms_varlen.diagnose.doctor import examine
+from ms_varlen.diagnose.findings import RED
 from ms_varlen.diagnose.lint import lint_batch
 from ms_varlen.errors import VarlenError
 from ms_varlen.testing.planted import Fault, changed_columns
 from ms_varlen.train.recipe import load_recipe
+from ms_varlen.train.run import train
 from ms_varlen.train.workload import prepare
 
 RECIPE = """
@@ -55,6 +58,61 @@ def find(fault: Fault | None, recipe: Path) -> tuple[str, str | None, float]:
     if result["passed"]:
         return "nobody", None, time.perf_counter() - begin
     return "align", result["bisect"]["code"], time.perf_counter() - begin
+
+
+RECIPE_FAULTS: tuple[tuple[str, str, list[str]], ...] = (
+    (
+        "bucket list that misses the maximum",
+        "SHAPE-BUCKET",
+        ["mode=bucketed", "shapes.kind=buckets", "shapes.row_buckets=[16, 32]", "batch.max_segments=64"],
+    ),
+    ("range that is too small", "SHAPE-RANGE", ["shapes.max=128"]),
+    ("budget that is no multiple of the divisor", "SHAPE-DIVISOR", ["batch.token_budget=250"]),
+    ("positions that do not cover seq_length", "SHAPE-POSITIONS", ["model.max_position_embeddings=32"]),
+    ("head size that an NPU refuses", "ASCEND-LIMITS", ["model.config.num_attention_heads=4"]),
+    ("a key that is none", "RECIPE", ["batch.batch_size=8"]),
+    ("a source that is not there", "RECIPE", ["data.source=gone.jsonl"]),
+)
+"""Faults of a recipe that the doctor must name: what, its code, and the overrides that make it."""
+
+
+FILE_FAULTS = {
+    "padded checkpoint in a varlen run": "CKPT-MODE",
+    "a flipped byte in a checkpoint": "CKPT-CORRUPT",
+    "a flipped byte in the token store": "DATA-STORE",
+}
+"""Faults of files that a run left, and their codes."""
+
+
+def find_in_recipe(recipe: Path, overrides: list[str]) -> tuple[str, str | None, float]:
+    """What the doctor says without its probe; as `find`."""
+    begin = time.perf_counter()
+    result = examine(recipe, overrides, for_ascend=True, probe=False)
+    code = next((check["code"] for check in result["checks"] if check["level"] == RED), None)
+    return ("doctor" if code else "nobody"), code, time.perf_counter() - begin
+
+
+def find_in_files(recipe: Path, fault: str) -> tuple[str, str | None, float]:
+    """Damage what a run left on disk, and ask the doctor; as `find`.
+
+    Args:
+        recipe: is trained for its two steps first.
+        fault: one of `FILE_FAULTS`.
+    """
+    folder = recipe.parent / fault.replace(" ", "-")
+    overrides = [f"checkpoint.output_dir={folder}", f"data.store_dir={folder}/stores"]
+    if "padded" in fault:
+        padded = ["mode=padded", "model.variable_seq_lengths=false", "batch.token_budget=null", "batch.rows=4"]
+        train(load_recipe(recipe, [*overrides, *padded, "batch.pad_to=batch"]), lambda _: None)
+        (checkpoint,) = (folder / "padded").glob("step_*")
+        return find_in_recipe(recipe, [*overrides, f"checkpoint.resume={checkpoint}"])
+    train(load_recipe(recipe, overrides), lambda _: None)
+    (checkpoint,) = (folder / "varlen").glob("step_*")
+    path = next(folder.glob("stores/*/train/tokens.bin")) if "store" in fault else checkpoint / "manifest.json"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    return find_in_recipe(recipe, [*overrides, "checkpoint.resume=auto"])
 
 
 def mutate(columns: dict[str, np.ndarray], rng: np.random.Generator) -> tuple[str, dict[str, np.ndarray]]:

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 _SECTION = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -36,6 +36,12 @@ class TrainConfig(BaseModel):
     eval_every: int | None = Field(
         default=None, ge=1, description="steps between evaluations on the held-out documents; null evaluates never"
     )
+    max_bad_steps: int = Field(
+        default=10,
+        ge=0,
+        description="most steps of a run that are skipped because their loss or gradient is not finite; one more "
+        "stops it",
+    )
 
 
 class DeviceConfig(BaseModel):
@@ -54,3 +60,31 @@ class DeviceConfig(BaseModel):
     deterministic: bool = Field(
         default=False, description="bit-equal results between runs, at some cost on Ascend; the CPU has them anyway"
     )
+    hccl_connect_seconds: int = Field(
+        default=600,
+        ge=120,
+        le=7200,
+        description="seconds that ranks on Ascend wait for each other at the start, between 120 and 7200 "
+        "(HCCL_CONNECT_TIMEOUT, which wins when it is set)",
+    )
+    hccl_exec_seconds: int = Field(
+        default=1836,
+        ge=68,
+        le=17340,
+        description="seconds that a rank on Ascend waits in a collective for the others (HCCL_EXEC_TIMEOUT, which "
+        "wins when it is set)",
+    )
+    profile_steps: tuple[int, int] | None = Field(
+        default=None,
+        description="first and last step that MindSpore's profiler records, e.g. [10, 12], into profile/ of the run "
+        "folder; null records none",
+    )
+
+    @field_validator("profile_steps")
+    @classmethod
+    def _first_to_last(cls, value: tuple[int, int] | None) -> tuple[int, int] | None:
+        if value is not None and not 1 <= value[0] <= value[1]:
+            raise ValueError(
+                f"profile_steps must be two steps, the first from 1 on and not after the last, got {value}"
+            )
+        return value

@@ -14,6 +14,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 import ms_varlen
+from ms_varlen.checkpoint.initial_weights import InitialWeights
 from ms_varlen.checkpoint.store import APPLIED_STEPS
 from ms_varlen.data.dataset import Columns
 from ms_varlen.data.layouts import Layout, lay_out
@@ -27,6 +28,7 @@ from ms_varlen.models.decoder import Attend, CausalLM, CausalLMLoss
 from ms_varlen.ops.attention import attention_columns, check_attention_limits, declared_columns, varlen_attention
 from ms_varlen.ops.body import body_in_use
 from ms_varlen.ops.kernel_build import kernel_library
+from ms_varlen.train.collectives import SumOverRanks
 from ms_varlen.train.device import ASCEND
 from ms_varlen.train.step import AccumulateGradients, ApplyGradients, EvaluateLoss, clear
 from ms_varlen.train.workload import Workload, predicted_graphs
@@ -69,15 +71,20 @@ class TrainingGraphs:
     """A model with its training graphs, fed with micro-batches as dicts of arrays.
 
     Args:
-        workload: the recipe and its shapes.
+        workload: the recipe and its shapes; planned for several ranks, gradients are summed over them.
         target: "CPU" (fp32) or "Ascend" (bf16 compute, fp32 masters).
         attention: by default `varlen_attention` with the body in use.
+        declare: False tells the training cell no sizes, so that MindSpore compiles a graph for each new one, up to
+            `graph.max_graphs` in all; for measuring what that costs.
     Attributes:
         attention: the attention and what it reads.
+        initial_weights: where the weights came from (`InitialWeights.record`); None for random ones.
         versions: of everything that numbers depend on.
     """
 
-    def __init__(self, workload: Workload, target: str, attention: AttentionPath | None = None):
+    def __init__(
+        self, workload: Workload, target: str, attention: AttentionPath | None = None, declare: bool = True
+    ):
         recipe, config = workload.recipe, workload.model_config
         self._workload = workload
         self.attention = attention or varlen_path()
@@ -91,6 +98,7 @@ class TrainingGraphs:
             recipe.batch.max_segments,
             self.attention.name,
         )
+        weights = InitialWeights(recipe.model.init_from, config) if recipe.model.init_from else None
         model = CausalLM(
             config,
             recipe.model.max_position_embeddings,
@@ -98,7 +106,9 @@ class TrainingGraphs:
             compute_dtype=getattr(ms, dtype),
             recompute=recipe.model.recompute,
             seed=recipe.train.seed,
+            initial=weights.read if weights else None,
         )
+        self.initial_weights = weights.record() if weights else None
         net = CausalLMLoss(model)
         # One cell for each static size of T (`set_inputs` is per cell), or one for a range.
         first, *others = workload.shapes.sizes or (None,)
@@ -106,12 +116,16 @@ class TrainingGraphs:
         self._accumulate_cells: dict[int | None, AccumulateGradients] = {first: self.accumulate_cell}
         for size in others:
             self._accumulate_cells[size] = AccumulateGradients(net, self.accumulate_cell)
-        self.apply_cell = ApplyGradients(self.accumulate_cell.weights, self.accumulate_cell.accumulated, recipe.train)
+        # Planned for several ranks, it is trained by as many.
+        exchange = SumOverRanks() if workload.plans.settings.world_size > 1 else None
+        self.apply_cell = ApplyGradients(
+            self.accumulate_cell.weights, self.accumulate_cell.accumulated, recipe.train, exchange
+        )
         self.evaluate_cell = EvaluateLoss(net)
         for cell in self._accumulate_cells.values():
             cell.set_train()
         self.evaluate_cell.set_train(False)
-        self._watch = self._declare()
+        self._watch = self._declare(declare)
         self.versions = {
             "mindspore": ms.__version__,
             "ms_varlen": ms_varlen.__version__,
@@ -120,11 +134,13 @@ class TrainingGraphs:
             "attention": self.attention.name,
         }
 
-    def _declare(self) -> CompileWatch:
+    def _declare(self, declare: bool) -> CompileWatch:
         """Tell each cell its sizes and predict its graphs."""
         workload = self._workload
         graph, expected = workload.recipe.graph, predicted_graphs(workload)
-        if graph.mode == "graph":
+        if not declare:
+            expected["train"] += graph.max_graphs - sum(expected.values())
+        elif graph.mode == "graph":
             for size, cell in self._accumulate_cells.items():
                 self._set_inputs(cell, workload.shapes if size is None else workload.shapes.of_size(size))
             self._set_inputs(self.evaluate_cell, workload.eval_shapes)
@@ -160,7 +176,11 @@ class TrainingGraphs:
         return {
             "layout": dataclasses.asdict(self._workload.layout),
             "shapes": dataclasses.asdict(self._workload.shapes),
-            "model": {**resolved["model"], "config": self._workload.model_config.model_dump(mode="json")},
+            "model": {
+                **resolved["model"],
+                "config": self._workload.model_config.model_dump(mode="json"),
+                "init_from": None,
+            },
             "train": train,
             "jit_level": resolved["graph"]["jit_level"],
             "device": resolved["device"],

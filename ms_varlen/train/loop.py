@@ -2,13 +2,18 @@
 
 One line of `metrics.jsonl` per step. A kill at any moment followed by a start gives the lines (times apart) and weights
 of an uninterrupted run: the plan is a look-up, and nothing else has a state besides weights, moments and counters.
+
+Every rank runs this loop. Before a step they compare what they have with the plan, after it they add up their losses;
+rank 0 writes down and saves.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
@@ -19,21 +24,18 @@ from ms_varlen.checkpoint.run_dir import Run
 from ms_varlen.checkpoint.store import Checkpoint, save_checkpoint
 from ms_varlen.data.dataset import Columns, MicroBatches, MicroBatchLoader
 from ms_varlen.data.layouts import IGNORE_INDEX
-from ms_varlen.planning.epoch_plan import EpochPlan, PlanState
+from ms_varlen.errors import CheckpointError, VarlenError
+from ms_varlen.planning.epoch_plan import EpochPlan, EpochPlans, PlanState
+from ms_varlen.train.bad_steps import Skipped, check_bad_steps, dump_bad_step
+from ms_varlen.train.exchange import Exchange
 from ms_varlen.train.graphs import TrainingGraphs
+from ms_varlen.train.profiling import StepProfiler
+from ms_varlen.train.ranks import Ranks, StopRequest
 from ms_varlen.train.schedule import learning_rate
+from ms_varlen.train.step_reports import StepCounts, StepLengths, StepPlace, StepReports
 from ms_varlen.train.workload import Workload
 
 logger = logging.getLogger("ms_varlen")
-
-
-@dataclasses.dataclass
-class Skipped:
-    """What steps with a NaN or an infinity took out of the current epoch, and how many there were in all."""
-
-    steps: int = 0
-    samples: int = 0
-    tokens: int = 0
 
 
 class TrainingLoop:
@@ -44,24 +46,42 @@ class TrainingLoop:
         graphs: the compiled cells.
         run: the run folder, and the checkpoint to go on from.
         on_step: told each step's metrics, its line in metrics.jsonl.
+        exchange: between the ranks; by default there is one.
+        stop: asked before each step whether to end here.
     """
 
-    def __init__(self, workload: Workload, graphs: TrainingGraphs, run: Run, on_step: Callable[[dict[str, Any]], None]):
+    def __init__(
+        self,
+        workload: Workload,
+        graphs: TrainingGraphs,
+        run: Run,
+        on_step: Callable[[dict[str, Any]], None],
+        exchange: Exchange | None = None,
+        stop: StopRequest | None = None,
+    ):
         self._workload, self._graphs, self._run, self._on_step = workload, graphs, run, on_step
         self._recipe = workload.recipe
+        self._exchange = exchange or Exchange(Ranks())
+        self._stop = stop or StopRequest()
+        self._reports = StepReports(
+            self._exchange, self._recipe.batch.micro_batches, max(1, self._recipe.batch.max_segments)
+        )
         store = workload.store
         self._train_batches = MicroBatches(store.train, workload.layout, store.pad_id, graphs.attention.columns)
         self._eval_batches = MicroBatches(store.eval, workload.eval_layout, store.pad_id, graphs.attention.columns)
         self._step, self._state, self._skipped = 0, workload.plans.start(), Skipped()
+        self._saved_step = 0
+        folder = run.folder / "profile" / f"rank_{self._exchange.ranks.rank}"
+        self._profiler = StepProfiler(self._recipe.device.profile_steps, folder)
         if run.checkpoint is not None:
-            self._load(run.checkpoint)
+            self._load(run.checkpoint, run.replanned)
             run.checkpoint = None  # its arrays are in the graphs now
 
-    def _load(self, checkpoint: Checkpoint) -> None:
+    def _load(self, checkpoint: Checkpoint, replanned: list[str]) -> None:
         self._graphs.load(checkpoint.model, checkpoint.optimizer)
         saved = checkpoint.state
-        self._step = checkpoint.step
-        self._state = self._workload.plans.resume(saved["plan"])
+        self._step = self._saved_step = checkpoint.step
+        self._state = resumed_state(self._workload.plans, saved["plan"], replanned)
         self._skipped = Skipped(**saved["skipped"])
 
     @property
@@ -70,63 +90,124 @@ class TrainingLoop:
         return self._step
 
     def run(self) -> dict[str, Any]:
-        """Train to `train.steps`.
+        """Train to `train.steps`, or until somebody asks to stop.
 
         Returns:
-            the last step's metrics, the evaluation loss and the ledger of the epoch in progress.
+            the last step's metrics, the evaluation loss, the ledger of the epoch in progress, and `stopped`, whether
+            the run was asked to stop; it is saved then.
+        Raises:
+            VarlenError: too many steps were skipped, ranks do not agree, or the last save failed.
         """
         start, remaining = self._state, self._recipe.train.steps - self._step
-        micro_batches = iter(MicroBatchLoader(self._train_batches, lambda: self._workload.schedule(start, remaining)))
-        metrics: dict[str, Any] = {}
-        with self._run.metrics_path.open("a", encoding="utf-8") as lines:
+        rank = self._exchange.ranks.rank
+        loader = MicroBatchLoader(self._train_batches, lambda: self._workload.schedule(start, remaining, rank))
+        micro_batches = iter(loader)
+        metrics: dict[str, Any] = {"step": self._step, "loss": None, "graphs_compiled": self._graphs.counts()}
+        with self._metrics_file() as lines:
             for state, plan in self._workload.plan_steps(start, remaining):
-                if state.step == 0:
+                if self._workload.plans.is_new(state):
                     self._skipped = Skipped(steps=self._skipped.steps)
-                metrics = self._one_step(state, plan, micro_batches)
+                self._profiler.before(self._step + 1)
+                done = self._one_step(state, plan, micro_batches)
+                self._profiler.after(self._step, last=done is None or self._step == self._recipe.train.steps)
+                if done is None:
+                    break
+                metrics = done
                 self._state = self._workload.plans.after(state)
-                _write_line(lines, metrics)
-                self._on_step(metrics)
-                if self._due(self._recipe.checkpoint.every):
-                    self._save()
-        return {**metrics, "skipped_steps": self._skipped.steps, "ledger": self.ledger()}
+                self._tell(lines, metrics)
+                too_bad = self._skipped.steps > self._recipe.train.max_bad_steps
+                if too_bad or self._due(self._recipe.checkpoint.every):
+                    self._save(last=too_bad or self._step == self._recipe.train.steps)
+                check_bad_steps(self._skipped, self._recipe.train.max_bad_steps)
+        stopped = self._step < self._recipe.train.steps
+        if stopped and self._saved_step < self._step:
+            self._save(last=True)
+        return {**metrics, "skipped_steps": self._skipped.steps, "ledger": self.ledger(), "stopped": stopped}
+
+    def _metrics_file(self) -> contextlib.AbstractContextManager[TextIO | None]:
+        if not self._exchange.ranks.writes:
+            return contextlib.nullcontext()
+        return self._run.metrics_path.open("a", encoding="utf-8")
+
+    def _tell(self, lines: TextIO | None, metrics: dict[str, Any]) -> None:
+        if lines is not None:
+            try:
+                lines.write(json.dumps(metrics, allow_nan=False) + "\n")
+                lines.flush()
+            except OSError as error:
+                if self._recipe.checkpoint.on_save_error == "stop":
+                    raise
+                # What is not written yet stays in the buffer, for the next line to bring along.
+                logger.error("%s cannot be written (%s); training goes on", self._run.metrics_path, error)
+        self._on_step(metrics)
 
     def _due(self, every: int | None) -> bool:
         return self._step == self._recipe.train.steps or (every is not None and self._step % every == 0)
 
-    def _one_step(self, state: PlanState, plan: EpochPlan, micro_batches: Iterator[Columns]) -> dict[str, Any]:
+    def _one_step(self, state: PlanState, plan: EpochPlan, micro_batches: Iterator[Columns]) -> dict[str, Any] | None:
+        """A step's metrics; None when a rank was asked to stop before it."""
         begin = time.perf_counter()
-        sums = StepSums()
-        loss_sums = []
-        for _ in range(self._recipe.batch.micro_batches):
-            waiting = time.perf_counter()
-            columns = next(micro_batches)
-            sums.data_seconds += time.perf_counter() - waiting
-            loss_sums.append(self._graphs.accumulate(columns))
-            sums.add(columns)
-        loss_sum = math.fsum(float(value.asnumpy()) for value in loss_sums)
+        batches = self._next_batches(micro_batches)
+        waited = time.perf_counter()
+        counts = self._compare(state, plan, batches)
+        compared = time.perf_counter()
+        if counts.stop or isinstance(batches, VarlenError):
+            return None
+        losses = [self._graphs.accumulate(columns) for columns in batches]
+        losses = [float(value.asnumpy()) for value in losses]
+        # [R, M + 1]: what every rank's micro-batches lost, and the time it took.
+        gathered = self._exchange.gather_floats([*losses, time.perf_counter() - compared])
+        loss_sum = math.fsum(gathered[:, :-1].ravel())
         rate = learning_rate(self._recipe.train, self._step + 1)
-        norm, applied = self._apply(rate, sums.supervised, loss_sum)
+        norm, applied = self._apply(rate, counts.supervised, loss_sum)
         seconds = time.perf_counter() - begin
         self._step += 1
         ids = plan.step_ids(state.step)
         metrics = {
             "step": self._step,
             "epoch": state.epoch,
-            "loss": loss_sum / max(sums.supervised, 1) if applied or not sums.supervised else None,
+            "loss": loss_sum / max(counts.supervised, 1) if applied or not counts.supervised else None,
             "lr": rate,
             "grad_norm": norm if applied else None,
-            **sums.metrics(),
+            **counts.metrics(),
             "step_ms": round(seconds * 1e3, 3),
-            "data_ms": round(sums.data_seconds * 1e3, 3),
+            "data_ms": round((waited - begin) * 1e3, 3),
+            **self._rank_metrics(compared - waited, gathered[:, -1]),
             "graphs_compiled": self._graphs.counts(),
             "sample_ids_sha256": ids_hash(ids),
         }
-        if not applied and sums.supervised:
-            metrics.update(self._skip(ids))
+        if not applied and counts.supervised:
+            metrics.update(self._skip(state, plan, gathered[:, :-1], norm))
         if self._recipe.train.eval_every is not None and self._due(self._recipe.train.eval_every):
             metrics["eval_loss"] = self.evaluate()
+            metrics["eval_perplexity"] = perplexity(metrics["eval_loss"])
             metrics["graphs_compiled"] = self._graphs.counts()
         return metrics
+
+    def _next_batches(self, micro_batches: Iterator[Columns]) -> list[Columns] | VarlenError:
+        """This rank's micro-batches of a step, or why it has none, for all ranks to hear."""
+        try:
+            return [next(micro_batches) for _ in range(self._recipe.batch.micro_batches)]
+        except VarlenError as error:
+            return error
+
+    def _compare(self, state: PlanState, plan: EpochPlan, batches: list[Columns] | VarlenError) -> StepCounts:
+        """Compare the micro-batches of all ranks with the plan, and count them."""
+        workload = self._workload
+        place = StepPlace(self._step, state, self._recipe.mode, workload.plans.fingerprint)
+        planned = StepLengths.of_plan(workload.plans.lengths, plan, state.step, workload.layout)
+        found = batches if isinstance(batches, VarlenError) else StepLengths.of_columns(batches)
+        return self._reports.check(place, found, planned, self._stop.asked)
+
+    def _rank_metrics(self, exchange_seconds: float, seconds: np.ndarray) -> dict[str, Any]:
+        """What only several ranks have: the time to compare lengths, and how far the slowest is over the mean."""
+        if seconds.size == 1:
+            return {}
+        return {
+            "ranks": seconds.size,
+            "exchange_ms": round(exchange_seconds * 1e3, 3),
+            "imbalance": round(float(seconds.max() / seconds.mean() - 1), 6),
+        }
 
     def _apply(self, rate: float, supervised: int, loss_sum: float) -> tuple[float | None, bool]:
         """Apply the accumulated gradient; a step without supervised tokens has none and changes nothing."""
@@ -136,28 +217,59 @@ class TrainingLoop:
         norm, applied = self._graphs.apply(rate, supervised, loss_sum)
         return norm, applied
 
-    def _skip(self, ids: np.ndarray) -> dict[str, Any]:
-        """Book a step that held a NaN or an infinity; its sample ids go into its line."""
+    def _skip(self, state: PlanState, plan: EpochPlan, losses: np.ndarray, norm: float | None) -> dict[str, Any]:
+        """Book a step that held a NaN or an infinity; its sample ids go into its line, all about it into a file."""
+        ids = plan.step_ids(state.step)
+        lengths = self._workload.plans.lengths
         self._skipped.steps += 1
         self._skipped.samples += int(ids.size)
-        self._skipped.tokens += int(np.asarray(self._workload.store.train.lengths)[ids].sum(dtype=np.int64))
+        self._skipped.tokens += int(np.asarray(lengths[ids]).sum(dtype=np.int64))
         logger.warning(
             "step %d is skipped: its loss or gradient is not finite (%d skipped so far); sample ids %s",
             self._step,
             self._skipped.steps,
             ids[:16].tolist(),
         )
+        if self._exchange.ranks.writes:
+            place = StepPlace(self._step, state, self._recipe.mode, self._workload.plans.fingerprint)
+            dump_bad_step(self._run.folder, place, plan, self._workload, losses, norm)
         return {"skipped": True, "sample_ids": ids.tolist()}
 
     def evaluate(self) -> float | None:
-        """Loss per supervised token over the held-out samples, in nats; None where it is not finite."""
+        """Loss per supervised token over the held-out samples, in nats; None where it is not finite.
+
+        Each rank takes a slice of the micro-batches.
+        """
         loss_sum, supervised = 0.0, 0
-        for columns in MicroBatchLoader(self._eval_batches, self._workload.eval_schedule):
+        ranks = self._exchange.ranks
+        for columns in MicroBatchLoader(
+            self._eval_batches, lambda: self._workload.eval_schedule(ranks.rank, ranks.size)
+        ):
             loss_sum += float(self._graphs.evaluate(columns).asnumpy())
             supervised += int((columns["labels"] != IGNORE_INDEX).sum())
-        return loss_sum / max(supervised, 1) if math.isfinite(loss_sum) else None
+        loss_sum, total = self._exchange.gather_floats([loss_sum, supervised]).sum(axis=0).tolist()
+        return loss_sum / max(total, 1) if math.isfinite(loss_sum) else None
 
-    def _save(self) -> None:
+    def _save(self, last: bool) -> None:
+        """Save on rank 0 while the others wait, so that none leaves before the save is whole.
+
+        Raises:
+            VarlenError: the save failed, and the recipe says to stop or it is the last one.
+        """
+        self._exchange.together(lambda: self._written(last) if self._exchange.ranks.writes else None)
+        # Whether there is something to save is decided by all ranks alike.
+        self._saved_step = self._exchange.messages({"saved_step": self._saved_step})[0]["saved_step"]
+
+    def _written(self, last: bool) -> None:
+        try:
+            self._write_checkpoint()
+            self._saved_step = self._step
+        except CheckpointError as error:
+            if last or self._recipe.checkpoint.on_save_error == "stop":
+                raise
+            logger.error("%s (checkpoint.on_save_error is continue: training goes on)", error)
+
+    def _write_checkpoint(self) -> None:
         recipe, workload = self._recipe, self._workload
         model, optimizer = self._graphs.weights()
         save_checkpoint(
@@ -176,6 +288,7 @@ class TrainingLoop:
                 "layout": workload.layout.mode,
                 "shapes": dataclasses.asdict(workload.shapes),
                 "model_config": workload.model_config.model_dump(mode="json"),
+                "initial_weights": self._graphs.initial_weights,
                 "seq_length": recipe.model.seq_length,
                 "data_fingerprint": workload.store.fingerprint,
                 "versions": self._graphs.versions,
@@ -186,46 +299,45 @@ class TrainingLoop:
     def ledger(self) -> dict[str, dict[str, Any]]:
         """Where the tokens and the samples of the epoch in progress, or just finished, went, by unit."""
         epoch, steps = self._state.epoch, self._state.step
-        if steps == 0 and epoch > 0:
+        if epoch > 0 and self._workload.plans.is_new(self._state):
             epoch -= 1
             steps = self._workload.plans.epoch(epoch).num_steps
         parts = self._workload.ledger(epoch, steps, self._skipped.tokens, self._skipped.samples)
         return {unit: ledger.to_dict() for unit, ledger in parts.items()}
 
 
-@dataclasses.dataclass
-class StepSums:
-    """Counts over the micro-batches of a step."""
+def resumed_state(plans: EpochPlans, saved: dict[str, Any], replanned: list[str]) -> PlanState:
+    """The place in the plan that a checkpoint saved, or where what remains of its epoch begins in a new plan.
 
-    real: int = 0
-    computed: int = 0
-    supervised: int = 0
-    segments: int = 0
-    data_seconds: float = 0.0
+    Args:
+        plans: of the recipe as it is now.
+        saved: the place as `EpochPlans.to_dict` gave it.
+        replanned: recipe keys that changed, for the log.
+    Raises:
+        CheckpointError: the place belongs to another corpus.
+    """
+    if saved["fingerprint"] == plans.fingerprint:
+        return plans.resume(saved)
+    state = plans.resume_changed(saved)
+    before, now = saved["settings"]["world_size"], plans.settings.world_size
+    reasons = [*replanned, *([f"ranks: were {before}, are {now}"] if before != now else [])]
+    epoch = saved["epoch"]
+    rest = plans.lengths.size - plans.trained_before(epoch).count
+    logger.info(
+        "the rest of epoch %d (%d samples) is planned anew: %s%s",
+        epoch,
+        rest,
+        "; ".join(reasons) or "the plan's settings changed",
+        "; it fills no step and is left over" if state.epoch > epoch else "",
+    )
+    return state
 
-    def add(self, columns: Columns) -> None:
-        """Count one micro-batch."""
-        self.real += int(columns["seq_lens"].sum(dtype=np.int64))
-        self.computed += int(columns["input_ids"].size)
-        self.supervised += int((columns["labels"] != IGNORE_INDEX).sum())
-        self.segments += int(columns["seq_lens"].size)
 
-    def metrics(self) -> dict[str, Any]:
-        """The counts under their names in metrics.jsonl."""
-        return {
-            "tokens_real": self.real,
-            "tokens_computed": self.computed,
-            "tokens_supervised": self.supervised,
-            "segments": self.segments,
-            "pad_ratio": 1 - self.real / self.computed,
-        }
+def perplexity(loss: float | None) -> float | None:
+    """e to the loss per token in nats; None where there is no loss or the result is no finite number."""
+    return math.exp(loss) if loss is not None and loss < math.log(sys.float_info.max) else None
 
 
 def ids_hash(ids: np.ndarray) -> str:
     """SHA-256 of sorted sample ids [n] as little-endian int64: the same in every layout of a plan."""
     return hashlib.sha256(np.sort(ids).astype("<i8").tobytes()).hexdigest()
-
-
-def _write_line(lines: TextIO, metrics: dict[str, Any]) -> None:
-    lines.write(json.dumps(metrics, allow_nan=False) + "\n")
-    lines.flush()

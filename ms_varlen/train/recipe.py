@@ -19,6 +19,7 @@ from ms_varlen.data.config import DataConfig
 from ms_varlen.errors import RecipeError
 from ms_varlen.graph.config import GraphConfig, ShapesConfig
 from ms_varlen.models.config import ModelConfig
+from ms_varlen.models.hugging_face import read_hugging_face
 from ms_varlen.planning.config import BatchConfig
 from ms_varlen.train.config import DeviceConfig, TrainConfig
 from ms_varlen.train.recipe_faults import field_faults, key_paths, section_class, unknown_key
@@ -81,6 +82,9 @@ def parse_recipe(data: dict[str, Any], where: str = "recipe", faults: Iterable[F
     data = copy.deepcopy(data)
     found = list(faults)
     doubtful = {fault.path for fault in found}
+    for fault in _read_model_config(data):
+        found.append(fault)
+        doubtful.add("model.config")
     for path in doubtful:
         _drop(data, path.split("."))
     for fault, meant in _take_unknown_keys(data):
@@ -88,7 +92,7 @@ def parse_recipe(data: dict[str, Any], where: str = "recipe", faults: Iterable[F
         doubtful.update(path for path in meant if path.rpartition(".")[2] not in _holder(data, path.split(".")))
     recipe, wrong = _validate(data)
     found += [fault for fault in wrong if not _within(fault.path, doubtful)]
-    doubtful.update(fault.path for fault in wrong)
+    doubtful.update(fault.path.partition("[")[0] for fault in wrong)  # a list with a wrong entry is wrong
     found += rule_faults(_valid_values(Recipe, data, "", doubtful))
     if found or recipe is None:
         raise RecipeError([str(fault) for fault in found], where)
@@ -97,7 +101,23 @@ def parse_recipe(data: dict[str, Any], where: str = "recipe", faults: Iterable[F
 
 def recipe_schema() -> dict[str, Any]:
     """The JSON schema of a recipe, for editors: each key's type, bounds, default and description."""
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema()}
+    schema = Recipe.model_json_schema()
+    config = schema["$defs"]["ModelConfig"]["properties"]["config"]
+    config["anyOf"] = [{"$ref": config.pop("$ref")}, {"type": "string"}]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _read_model_config(data: dict[str, Any]) -> list[Fault]:
+    """Put the fields of the `config.json` that `model.config` names in its place, so that the recipe says them all."""
+    model = data.get("model")
+    if not isinstance(model, dict) or not isinstance(model.get("config"), str):
+        return []
+    path = model["config"]
+    model["config"], faults = read_hugging_face(path)
+    return [
+        Fault(f"model.config.{key}", f"{text} (in {path})") if key else Fault("model.config", text)
+        for key, text in faults
+    ]
 
 
 def _validate(data: dict[str, Any]) -> tuple[Recipe | None, list[Fault]]:
@@ -130,7 +150,7 @@ def _valid_values(section: type[BaseModel], data: dict[str, Any], prefix: str, d
         inner = section_class(field.annotation)
         if path in doubtful and not (inner and isinstance(data.get(name), dict)):
             continue
-        if inner is not None:
+        if inner is not None and not (field.default is None and data.get(name) is None):
             below = data.get(name, {})
             values |= _valid_values(inner, below, f"{path}.", doubtful)
             if not any(_within(wrong, {path}) for wrong in doubtful):

@@ -97,12 +97,15 @@ def field_faults(error: ValidationError, recipe: type[BaseModel]) -> list[Fault]
     for details in error.errors(include_url=False):
         if details["type"] in ("extra_forbidden", "default_factory_not_called"):
             continue
-        path = _error_path(details["loc"], recipe)
+        path, entry = _error_place(details["loc"], recipe)
         if details["type"] == "value_error":
             fault = _own_fault(path, str(details["ctx"]["error"]), known)
         else:
-            fault = Fault(path, _text(details, _field_schema(schema, path), schema))
-        faults.setdefault(fault.path, fault)
+            fault = Fault(path + entry, _text(details, _field_schema(schema, path), schema, bool(entry)))
+        # Of a list with a wrong entry, the other types that its key may have say something too.
+        key = fault.path.removesuffix(entry)
+        if key not in faults or (entry and faults[key].path == key):
+            faults[key] = fault
     return list(faults.values())
 
 
@@ -115,8 +118,8 @@ def _own_fault(path: str, message: str, known: set[str]) -> Fault:
     return Fault(path, message)
 
 
-def _error_path(loc: tuple[int | str, ...], recipe: type[BaseModel]) -> str:
-    """The YAML path of an error's place: keys only, without the names of union members that pydantic adds."""
+def _error_place(loc: tuple[int | str, ...], recipe: type[BaseModel]) -> tuple[str, str]:
+    """The YAML path of an error, without the names of union members that pydantic adds; and ``[i]`` in a list."""
     parts: list[str] = []
     section: type[BaseModel] | None = recipe
     for part in loc:
@@ -125,12 +128,13 @@ def _error_path(loc: tuple[int | str, ...], recipe: type[BaseModel]) -> str:
         parts.append(str(part))
         field = section.model_fields.get(str(part))
         section = section_class(field.annotation) if field else None
-    return ".".join(parts)
+    return ".".join(parts), f"[{loc[-1]}]" if loc and isinstance(loc[-1], int) else ""
 
 
-def _text(details: ErrorDetails, field: dict[str, Any], root: dict[str, Any]) -> str:
+def _text(details: ErrorDetails, field: dict[str, Any], root: dict[str, Any], in_list: bool) -> str:
     means = f" ({field['description'].split('. ')[0].rstrip('.')})" if "description" in field else ""
-    allowed = f"must be {_allowed(field, root)}"
+    options = [option for option in field.get("anyOf", [field]) if "items" in option] if in_list else []
+    allowed = f"must be {_allowed(options[0]['items'] if options else field, root)}"
     if details["type"] == "missing":
         return f"{allowed}, but is missing; add it{means}"
     return f"{allowed}, got {shown(details['input'])}; change it{means}"
@@ -144,6 +148,7 @@ def _field_schema(root: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def _resolved(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
+    schema = next((option for option in schema.get("anyOf", ()) if "$ref" in option), schema)  # a section or null
     return root["$defs"][schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
 
 
@@ -161,7 +166,13 @@ def _allowed(field: dict[str, Any], root: dict[str, Any]) -> str:
         return "text of another form"
     bounds = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
     limits = " and ".join(f"{sign} {schema[key]:g}" for key, sign in bounds.items() if key in schema)
-    words = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}
+    words = {
+        "integer": "a whole number",
+        "number": "a number",
+        "boolean": "true or false",
+        "string": "text",
+        "array": "a list",
+    }
     return " ".join(filter(None, [words.get(schema.get("type", ""), schema.get("type", "another value")), limits]))
 
 

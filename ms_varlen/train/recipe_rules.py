@@ -9,7 +9,7 @@ from typing import Any
 
 from ms_varlen.data.config import BYTES, PYDOC, DataConfig, missing_files
 from ms_varlen.graph.shapes import TokenShapes
-from ms_varlen.models.config import DecoderConfig
+from ms_varlen.train.model_rules import MODEL_RULES
 from ms_varlen.train.recipe_yaml import Fault, shown
 
 
@@ -257,26 +257,14 @@ def _shortest_fits(min_tokens: int, seq_length: int) -> Iterator[Fault]:
         )
 
 
-def _evaluation_has_documents(eval_every: int | None, eval_fraction: float) -> Iterator[Fault]:
-    if eval_every is not None and eval_fraction == 0:
+def _evaluation_has_documents(
+    eval_every: int | None, eval_fraction: float, validation_source: str | list[str] | None
+) -> Iterator[Fault]:
+    if eval_every is not None and eval_fraction == 0 and validation_source is None:
         yield Fault(
             "train.eval_every",
             f"must be null when data.eval_fraction is 0, got {eval_every}; hold out documents "
-            "(data.eval_fraction=0.02, say)",
-        )
-
-
-def _heads_fit_ascend(target: str, config: DecoderConfig) -> Iterator[Fault]:
-    if target != "Ascend":
-        return
-    if config.head_dim % 16 or config.head_dim > 512:
-        yield Fault(
-            "model.config.head_dim",
-            f"must be a multiple of 16 and <= 512 on Ascend, got {config.head_dim}; change it or hidden_size",
-        )
-    if config.num_attention_heads > 256:
-        yield Fault(
-            "model.config.num_attention_heads", f"must be <= 256 on Ascend, got {config.num_attention_heads}; lower it"
+            "(data.eval_fraction=0.02, say) or name a data.validation_source",
         )
 
 
@@ -286,9 +274,15 @@ def _graphs_fit(mode: str, max_graphs: int, eval_every: int | None) -> Iterator[
         yield Fault("graph.max_graphs", f"must be >= {needed} (one graph per role), got {max_graphs}; raise it")
 
 
-def _source_exists(source: str) -> Iterator[Fault]:
+def _source_exists(source: str | list[str]) -> Iterator[Fault]:
     for field, text in missing_files(DataConfig(source=source, tokenizer=BYTES)):
         yield Fault(f"data.{field}", text)
+
+
+def _validation_source_exists(source: str | list[str] | None) -> Iterator[Fault]:
+    if source is not None:
+        for _, text in missing_files(DataConfig(source=source, tokenizer=BYTES)):
+            yield Fault("data.validation_source", text)
 
 
 def _tokenizer_exists(tokenizer: str) -> Iterator[Fault]:
@@ -330,6 +324,7 @@ _SIZE = ("mode", "batch.token_budget", "batch.rows", "model.seq_length")
 
 RULES: tuple[tuple[Callable[..., Iterator[Fault]], tuple[str, ...]], ...] = (
     (_source_exists, ("data.source",)),
+    (_validation_source_exists, ("data.validation_source",)),
     (_tokenizer_exists, ("data.tokenizer",)),
     (_shortest_fits, ("data.min_tokens", "model.seq_length")),
     (_rows_fit_mode, ("mode", "batch.rows")),
@@ -366,8 +361,8 @@ RULES: tuple[tuple[Callable[..., Iterator[Fault]], tuple[str, ...]], ...] = (
     (_one_length, ("model.seq_length", "model.max_position_embeddings")),
     (_lengths_followed, ("mode", "model.variable_seq_lengths")),
     (_rows_divide, ("mode", "model.seq_length", "shapes.divisor")),
-    (_heads_fit_ascend, ("device.target", "model.config")),
-    (_evaluation_has_documents, ("train.eval_every", "data.eval_fraction")),
+    *MODEL_RULES,
+    (_evaluation_has_documents, ("train.eval_every", "data.eval_fraction", "data.validation_source")),
     (_graphs_fit, ("graph.mode", "graph.max_graphs", "train.eval_every")),
     (_cache_is_no_file, ("graph.compile_cache",)),
     (_output_is_no_file, ("checkpoint.output_dir",)),

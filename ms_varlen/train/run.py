@@ -1,19 +1,33 @@
-"""One training run from a recipe: corpus, plan, device, graphs, loop, files."""
+"""One training run from a recipe: device, ranks, corpus, plan, graphs, loop, files.
 
+Under msrun every rank runs this. Each stage ends when all ranks have done it, so an error of one of them stops all with
+its message, and nobody waits in a gradient exchange while another compiles.
+"""
+
+import contextlib
+import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ms_varlen.checkpoint.run_dir import Run, open_run
+import mindspore as ms
+
+import ms_varlen
+from ms_varlen.checkpoint.run_dir import Run, follow_run, open_run
 from ms_varlen.checkpoint.store import write_atomically
 from ms_varlen.data.store import Progress
+from ms_varlen.train.collectives import gather_words
 from ms_varlen.train.device import set_up_device
+from ms_varlen.train.exchange import Exchange, connect
 from ms_varlen.train.graphs import TrainingGraphs, compile_graphs
 from ms_varlen.train.loop import TrainingLoop
+from ms_varlen.train.plan_files import plans_of_node
+from ms_varlen.train.ranks import StopRequest, join_ranks
 from ms_varlen.train.recipe import Recipe
-from ms_varlen.train.workload import describe_plan, prepare
+from ms_varlen.train.workload import Workload, describe_plan, prepare
 
 logger = logging.getLogger("ms_varlen")
 
@@ -30,28 +44,80 @@ def train(
         on_step: told each step's metrics.
         progress: told how far the token store is, where one is built.
     Returns:
-        the last step's metrics, `run_folder`, `first_step` (steps that were done before), `compile_cache` and, where
-        steps ran, the `ledger` of the epoch in progress.
+        the last step's metrics, `run_folder`, `first_step` (steps that were done before), `rank`, `compile_cache` and,
+        where steps ran, `stopped` (somebody asked for it) and the `ledger` of the epoch in progress.
     Raises:
         VarlenError: whatever the user can mend.
     """
-    workload = prepare(recipe, progress)
-    graphs = TrainingGraphs(workload, set_up_device(recipe.device, recipe.graph))
-    with open_run(recipe.checkpoint, recipe.mode, recipe.resolved(), graphs.parameter_shapes()) as run:
-        write_atomically(run.folder / PLAN_FILE, [json.dumps(describe_plan(workload), indent=1).encode()])
-        loop = TrainingLoop(workload, graphs, run, on_step)
-        first_step = loop.step
-        if first_step == recipe.train.steps:
-            logger.info("%s has its %d steps already; raise train.steps to go on", run.folder, first_step)
-            return {**last_metrics(run), "run_folder": str(run.folder), "first_step": first_step, "compile_cache": None}
-        cache = compile_graphs(recipe.graph, graphs)
-        summary = loop.run()
-        return {
-            **summary,
-            "run_folder": str(run.folder),
-            "first_step": first_step,
-            "compile_cache": cache.state if cache else None,
-        }
+    target = set_up_device(recipe.device, recipe.graph)
+    ranks = join_ranks(recipe.device)
+    stop = StopRequest()
+    # The ranks of a node have one parent, msrun; a process of its own shares its plans with nobody.
+    sharing = plans_of_node(os.getppid()) if ranks.size > 1 else contextlib.nullcontext()
+    with (
+        stop.listening(ranks),
+        sharing as share,
+        contextlib.closing(connect(ranks, gather_words, recipe.device.hccl_exec_seconds)) as exchange,
+    ):
+        workload = exchange.together(lambda: prepare(recipe, progress, ranks.size, share))
+        exchange.agree(_identity(workload))
+        graphs = exchange.together(lambda: TrainingGraphs(workload, target))
+        with _open_run(recipe, graphs, exchange) as run:
+            if ranks.writes:
+                record = {**describe_plan(workload), "initial_weights": graphs.initial_weights}
+                write_atomically(run.folder / PLAN_FILE, [json.dumps(record, indent=1).encode()])
+            loop = exchange.together(lambda: TrainingLoop(workload, graphs, run, on_step, exchange, stop))
+            first = {"run_folder": str(run.folder), "first_step": loop.step, "rank": ranks.rank}
+            if loop.step == recipe.train.steps:
+                logger.info("%s has its %d steps already; raise train.steps to go on", run.folder, loop.step)
+                return {**last_metrics(run), **first, "compile_cache": None}
+            cache = exchange.together(lambda: compile_graphs(recipe.graph, graphs))
+            return {**loop.run(), **first, "compile_cache": cache.state if cache else None}
+
+
+def _identity(workload: Workload) -> dict[str, Any]:
+    """What must be the same on all ranks, before anything else is done together."""
+    store = workload.store
+    return {
+        "recipe": workload.recipe.resolved(),
+        "corpus": {
+            "samples": len(store.train),
+            "tokens": store.train.total_tokens,
+            "eval_samples": len(store.eval),
+            "fingerprint": store.fingerprint,
+        },
+        "plan": workload.plans.fingerprint,
+        "versions": {"ms_varlen": ms_varlen.__version__, "mindspore": ms.__version__},
+    }
+
+
+def _open_run(recipe: Recipe, graphs: TrainingGraphs, exchange: Exchange) -> Run:
+    """The run folder: rank 0 opens it, the others load the same checkpoint."""
+    shapes = graphs.parameter_shapes()
+
+    def opened() -> Run | None:
+        if not exchange.ranks.writes:
+            return None
+        return open_run(recipe.checkpoint, recipe.mode, recipe.resolved(), shapes)
+
+    run = exchange.together(opened)
+    message = {}
+    if run is not None:
+        checkpoint = str(run.checkpoint.path.resolve()) if run.checkpoint else None
+        message = {"folder": str(run.folder), "checkpoint": checkpoint, "replanned": run.replanned}
+    told = exchange.messages(message)[0]
+
+    def followed() -> Run:
+        if run is not None:
+            return run
+        path = Path(told["checkpoint"]) if told["checkpoint"] else None
+        return follow_run(Path(told["folder"]), path, told["replanned"], recipe.mode, shapes)
+
+    run = exchange.together(followed)
+    manifest = run.checkpoint.manifest if run.checkpoint else None
+    digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    exchange.agree({"checkpoint": digest, "initial_weights": graphs.initial_weights})
+    return run
 
 
 def last_metrics(run: Run) -> dict[str, Any]:

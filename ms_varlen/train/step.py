@@ -19,6 +19,46 @@ def _add_tensor_to(accumulated, gradient):
     return ops.assign_add(accumulated, gradient)
 
 
+# Mapped over all weights: MindSpore nests a loop's iterations as calls, and gives up at 1000, about 250 weights.
+_square_sum = ops.MultitypeFuncGraph("square_sum")
+_multiply = ops.MultitypeFuncGraph("multiply")
+_exchange = ops.MultitypeFuncGraph("exchange")
+_adam_step = ops.MultitypeFuncGraph("adam_step")
+
+
+@_square_sum.register("Tensor")
+def _tensor_square_sum(gradient):
+    return ops.square(gradient).sum()
+
+
+@_multiply.register("Tensor", "Tensor")
+def _multiply_tensor(factor, gradient):
+    return ops.assign(gradient, gradient * factor)
+
+
+@_exchange.register("Function", "Tensor")
+def _exchange_tensor(exchange, gradient):
+    return ops.assign(gradient, exchange(gradient))
+
+
+@_adam_step.register(
+    "Function",
+    "Tensor",
+    "Number",
+    "Number",
+    "Tensor",
+    "Tensor",
+    "Tensor",
+    "Number",
+    "Tensor",
+    "Tensor",
+    "Tensor",
+    "Tensor",
+)
+def _adam_step_of_tensor(adam, rate, beta1, beta2, eps, decay_scale, scale, decay, weight, m, v, gradient):
+    return adam(weight, m, v, rate, beta1, beta2, eps, decay * decay_scale, gradient * scale)
+
+
 class AccumulateGradients(nn.Cell):
     """Adds the gradient of a micro-batch's summed loss to the accumulators.
 
@@ -59,11 +99,19 @@ class ApplyGradients(nn.Cell):
         weights: the parameters.
         accumulated: their summed gradients.
         config: betas, epsilon, decay and clipping.
+        exchange: sums a gradient over all ranks, which every rank must then apply; None for a single rank.
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, algorithm 2; torch.optim.AdamW.
     """
 
-    def __init__(self, weights: ParameterTuple, accumulated: ParameterTuple, config: TrainConfig):
+    def __init__(
+        self,
+        weights: ParameterTuple,
+        accumulated: ParameterTuple,
+        config: TrainConfig,
+        exchange: nn.Cell | None = None,
+    ):
         super().__init__()
+        self.exchange = exchange
         self.weights = weights
         self.accumulated = accumulated
         self.adam_m = weights.clone("adam_m", init="zeros")
@@ -73,6 +121,7 @@ class ApplyGradients(nn.Cell):
         self.beta1, self.beta2, self.eps = config.beta1, config.beta2, config.eps
         self.clip = config.clip_grad_norm
         self.adam = ops.AdamWeightDecay()
+        self.hyper_map = ops.HyperMap()
 
     def construct(self, learning_rate, supervised, loss_sum, zero):
         """Apply one step.
@@ -85,15 +134,13 @@ class ApplyGradients(nn.Cell):
         Returns:
             () fp32, the gradient's global norm before clipping, and () bool, whether the step was applied.
         """
-        total = ops.square(self.accumulated[0]).sum()
-        for gradient in self.accumulated[1:]:
-            total = total + ops.square(gradient).sum()
-        norm = ops.sqrt(total) / supervised
+        if self.exchange is not None:
+            self.hyper_map(ops.partial(_exchange, self.exchange), self.accumulated)
+        norm = ops.sqrt(ops.addn(self.hyper_map(_square_sum, self.accumulated))) / supervised
         finite = ops.logical_and(ops.isfinite(norm), ops.isfinite(loss_sum))
         if finite:
             self._update(learning_rate, self._scale(norm) / supervised)
-            for gradient in self.accumulated:
-                ops.assign(gradient, gradient * zero)
+            self.hyper_map(ops.partial(_multiply, zero), self.accumulated)
         return norm, finite
 
     def _scale(self, norm):
@@ -106,18 +153,17 @@ class ApplyGradients(nn.Cell):
         ops.assign(self.applied_steps, step)
         correction1 = 1.0 - ops.pow(Tensor(self.beta1, ms.float32), step)
         root2 = ops.sqrt(1.0 - ops.pow(Tensor(self.beta2, ms.float32), step))
-        for i in range(len(self.weights)):
-            self.adam(
-                self.weights[i],
-                self.adam_m[i],
-                self.adam_v[i],
-                learning_rate * root2 / correction1,
-                self.beta1,
-                self.beta2,
-                self.eps * root2,
-                self.decays[i] * correction1 / root2,
-                self.accumulated[i] * scale,
-            )
+        update = ops.partial(
+            _adam_step,
+            self.adam,
+            learning_rate * root2 / correction1,
+            self.beta1,
+            self.beta2,
+            self.eps * root2,
+            correction1 / root2,
+            scale,
+        )
+        self.hyper_map(update, self.decays, self.weights, self.adam_m, self.adam_v, self.accumulated)
 
 
 def clear(accumulated: ParameterTuple) -> None:

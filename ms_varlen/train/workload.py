@@ -11,17 +11,16 @@ from ms_varlen.data.store import Progress, TokenStore, prepare_store
 from ms_varlen.graph.compile_watch import check_graphs
 from ms_varlen.graph.shapes import TokenShapes
 from ms_varlen.models.config import DecoderConfig
-from ms_varlen.planning.balance import imbalance
-from ms_varlen.planning.buckets import length_counts, optimal_boundaries
+from ms_varlen.planning.buckets import auto_boundaries, batch_maximum_counts, length_counts
 from ms_varlen.planning.cost import TOKENS, CostModel
-from ms_varlen.planning.epoch_plan import EpochPlan, EpochPlans, PlanSettings, PlanState
+from ms_varlen.planning.epoch_plan import EpochPlan, EpochPlans, PlanSettings, PlanState, SharePlan
 from ms_varlen.planning.ledger import EpochLedger
 from ms_varlen.planning.statistics import length_histogram, length_statistics
-from ms_varlen.planning.windows import batch_overhead, bucket_rows, divisor_boundaries, length_mixing
+from ms_varlen.planning.windows import bucket_rows, divisor_boundaries
+from ms_varlen.train.epoch_numbers import epoch_numbers
+from ms_varlen.train.memory import check_memory, step_memory
 from ms_varlen.train.recipe import Recipe
 from ms_varlen.train.recipe_rules import has_row_buckets, largest_tokens, tail_segments
-
-DEFAULT_NUM_BUCKETS = 8
 
 POLICIES: dict[str, Literal["token_budget", "packed", "bucketed", "rows"]] = {
     "padded": "rows",
@@ -63,30 +62,34 @@ class Workload:
         """The layout with the sizes of evaluation."""
         return dataclasses.replace(self.layout, shapes=self.eval_shapes)
 
-    def schedule(self, start: PlanState, steps: int) -> Iterator[np.ndarray]:
-        """Sample ids [B] of every micro-batch of `steps` steps from a place on."""
+    def schedule(self, start: PlanState, steps: int, rank: int = 0) -> Iterator[np.ndarray]:
+        """Sample ids [B] of every micro-batch of a rank in `steps` steps from a place on."""
         for state, plan in self.plan_steps(start, steps):
             for micro_batch in range(self.recipe.batch.micro_batches):
-                yield plan.micro_batch(state.step, micro_batch)
+                yield plan.micro_batch(state.step, micro_batch, rank)
 
     def plan_steps(self, start: PlanState, steps: int) -> Iterator[tuple[PlanState, EpochPlan]]:
         """The next `steps` places from `start` on, and the plans that hold them."""
         for _, step in zip(range(steps), self.plans.steps_from(start), strict=False):
             yield step
 
-    def eval_schedule(self) -> Iterator[np.ndarray]:
-        """Sample ids [B] of every micro-batch of an evaluation."""
+    def eval_schedule(self, rank: int = 0, ranks: int = 1) -> Iterator[np.ndarray]:
+        """Sample ids [B] of every micro-batch of an evaluation that a rank takes: each `ranks`-th one."""
         if self.eval_plan is not None:
-            for step in range(self.eval_plan.num_steps):
+            for step in range(rank, self.eval_plan.num_steps, ranks):
                 yield self.eval_plan.micro_batch(step, 0)
 
     def ledger(
         self, epoch: int, steps: int, skipped_tokens: int = 0, skipped_samples: int = 0
     ) -> dict[str, EpochLedger]:
-        """Where the tokens and the samples of an epoch are after `steps` of its steps, by unit."""
+        """Where the tokens and the samples of an epoch are after `steps` of its plan's steps, by unit.
+
+        Samples that were trained before the rest of the epoch was planned anew count as trained.
+        """
         store, plan = self.store, self.plans.epoch(epoch)
         lengths = np.asarray(store.train.lengths)
-        reached, left_over = plan.trained_ids(steps), plan.left_over
+        reached = np.concatenate([self.plans.trained_before(epoch).trained_ids(), plan.trained_ids(steps)])
+        left_over = plan.left_over
         reached_tokens, left_over_tokens = (int(lengths[ids].sum(dtype=np.int64)) for ids in (reached, left_over))
         cleaning = store.ledgers["train"] + store.ledgers["eval"]
         tokens = EpochLedger(
@@ -112,24 +115,27 @@ class Workload:
         return {"tokens": tokens, "samples": samples}
 
 
-def prepare(recipe: Recipe, progress: Progress | None = None, world_size: int = 1) -> Workload:
+def prepare(
+    recipe: Recipe, progress: Progress | None = None, world_size: int = 1, share: SharePlan | None = None
+) -> Workload:
     """Open or build the token store of a recipe and plan on it.
 
     Args:
         recipe: a valid recipe.
         progress: called while a store is built; see `prepare_store`.
         world_size: ranks to plan for.
+        share: see `EpochPlans`.
     Raises:
         DataError: the corpus, the tokenizer or the plan cannot be used.
     """
-    return prepare_on(recipe, prepare_store(recipe.data, recipe.model.seq_length, progress), world_size)
+    return prepare_on(recipe, prepare_store(recipe.data, recipe.model.seq_length, progress), world_size, share)
 
 
-def prepare_on(recipe: Recipe, store: TokenStore, world_size: int = 1) -> Workload:
+def prepare_on(recipe: Recipe, store: TokenStore, world_size: int = 1, share: SharePlan | None = None) -> Workload:
     """Plan on the token store that the recipe's `data` and `model.seq_length` ask for; see `prepare`."""
     config = recipe.model.config.with_vocab_size(store.vocab_size)
-    lengths = SampleLengths(store.train.lengths, store.train.lengths_fingerprint, store.eval.longest)
-    plans, shapes, layout = plan_lengths(recipe, lengths, CostModel.of_decoder(config), world_size)
+    lengths, cost = SampleLengths.of(store), CostModel.of_decoder(config)
+    plans, shapes, layout = plan_lengths(recipe, lengths, cost, world_size, share)
     eval_settings = dataclasses.replace(plans.settings, micro_batches=1, world_size=1)
     workload = Workload(
         recipe=recipe,
@@ -142,6 +148,7 @@ def prepare_on(recipe: Recipe, store: TokenStore, world_size: int = 1) -> Worklo
     )
     if recipe.graph.mode == "graph":
         check_graphs(predicted_graphs(workload), recipe.graph.max_graphs)
+    check_memory(recipe, config, shapes)
     return workload
 
 
@@ -159,20 +166,36 @@ class SampleLengths:
     fingerprint: str
     longest_held_out: int
 
+    @classmethod
+    def of(cls, store: TokenStore) -> "SampleLengths":
+        """Those of a token store."""
+        return cls(np.asarray(store.train.lengths), store.train.lengths_fingerprint, store.eval.longest)
+
+    @property
+    def counts(self) -> np.ndarray:
+        """[longest + 1] int64, how many samples have each length. Evaluation must fit too, so the longest held-out
+        sample counts as one of them.
+        """
+        counts = length_counts(self.train)
+        counts = np.pad(counts, (0, max(0, self.longest_held_out + 1 - counts.size)))
+        if self.longest_held_out:
+            counts[self.longest_held_out] += 1
+        return counts
+
 
 def plan_lengths(
-    recipe: Recipe, lengths: SampleLengths, cost: CostModel, world_size: int = 1
+    recipe: Recipe, lengths: SampleLengths, cost: CostModel, world_size: int = 1, share: SharePlan | None = None
 ) -> tuple[EpochPlans, TokenShapes, Layout]:
     """The plans of a recipe on some lengths, the sizes of T, and how micro-batches are laid out."""
-    row_lengths = recipe_row_lengths(recipe, lengths)
+    row_lengths = recipe_row_lengths(recipe, lengths, cost)
     settings = dataclasses.replace(plan_settings(recipe, row_lengths, cost), world_size=world_size)
-    plans = EpochPlans(lengths.train, lengths.fingerprint, settings)
-    shapes = recipe_shapes(recipe, plans, row_lengths)
+    plans = EpochPlans(lengths.train, lengths.fingerprint, settings, share)
+    shapes = recipe_shapes(recipe, plans, row_lengths, most_sizes(recipe, lengths))
     rows = recipe.batch.size if recipe.mode == "padded" else 0
     return plans, shapes, Layout(recipe.mode, shapes, recipe.model.seq_length, rows=rows, row_lengths=row_lengths)
 
 
-def recipe_row_lengths(recipe: Recipe, lengths: SampleLengths) -> tuple[int, ...]:
+def recipe_row_lengths(recipe: Recipe, lengths: SampleLengths, cost: CostModel) -> tuple[int, ...]:
     """Lengths that rows may have, increasing; none where samples lie one after another."""
     divisor, seq_length = recipe.shapes.divisor, recipe.model.seq_length
     if recipe.mode in ("varlen", "packed"):
@@ -183,10 +206,24 @@ def recipe_row_lengths(recipe: Recipe, lengths: SampleLengths) -> tuple[int, ...
         )
     if isinstance(recipe.shapes.row_buckets, list):
         return tuple(recipe.shapes.row_buckets)
-    # Evaluation must fit too, so the longest held-out sample counts as one of the corpus.
-    counts = length_counts(np.append(lengths.train, max(lengths.longest_held_out, 1)))
-    num_buckets = recipe.shapes.num_buckets or DEFAULT_NUM_BUCKETS
-    return tuple(optimal_boundaries(counts, TOKENS.cost, num_buckets, divisor).tolist())
+    return auto_row_lengths(recipe, lengths, cost)
+
+
+def auto_row_lengths(recipe: Recipe, lengths: SampleLengths, cost: CostModel) -> tuple[int, ...]:
+    """The lengths of rows, increasing, that cost least FLOPs on a corpus; what `shapes.row_buckets` auto means."""
+    counts, of_row = lengths.counts, cost.of_row
+    if recipe.mode == "padded":
+        of_row = cost
+        if recipe.batch.window is None:  # rows of a window are padded to about their own lengths
+            counts = batch_maximum_counts(counts, recipe.batch.size)
+    num_buckets, most = recipe.shapes.num_buckets, most_sizes(recipe, lengths)
+    return tuple(auto_boundaries(counts, of_row.cost, num_buckets, most, recipe.shapes.divisor).tolist())
+
+
+def most_sizes(recipe: Recipe, lengths: SampleLengths) -> int:
+    """The most sizes of T, a graph each, that `graph.max_graphs` allows beside the optimizer and the evaluation."""
+    evaluates = recipe.train.eval_every is not None and lengths.longest_held_out > 0
+    return max(1, recipe.graph.max_graphs - 1 - evaluates)
 
 
 def plan_settings(recipe: Recipe, row_lengths: tuple[int, ...], cost: CostModel) -> PlanSettings:
@@ -212,8 +249,12 @@ def plan_settings(recipe: Recipe, row_lengths: tuple[int, ...], cost: CostModel)
     )
 
 
-def recipe_shapes(recipe: Recipe, plans: EpochPlans, row_lengths: tuple[int, ...]) -> TokenShapes:
-    """The sizes of T, for the layouts and for the graphs alike; `auto` sizes waste least on the plan of epoch 0."""
+def recipe_shapes(recipe: Recipe, plans: EpochPlans, row_lengths: tuple[int, ...], most: int) -> TokenShapes:
+    """The sizes of T, for the layouts and for the graphs alike; `auto` sizes waste least on the plan of epoch 0.
+
+    Args:
+        most: sizes that may be picked; see `most_sizes`.
+    """
     tokens = largest_tokens(recipe.mode, recipe.batch.token_budget, recipe.batch.rows, recipe.model.seq_length)
     assert tokens is not None, "the rules of a recipe see to it"
     sizes: Sequence[int] = ()
@@ -232,8 +273,9 @@ def recipe_shapes(recipe: Recipe, plans: EpochPlans, row_lengths: tuple[int, ...
             needed = np.add.reduceat(plans.lengths[plan.order], plan.offsets[:-1], dtype=np.int64)
             # Another epoch may fill a micro-batch further, so the budget is one of the sizes.
             counts = length_counts(np.append(needed, tokens))
-            num_buckets = recipe.shapes.num_buckets or DEFAULT_NUM_BUCKETS
-            sizes = optimal_boundaries(counts, TOKENS.cost, num_buckets, recipe.shapes.divisor).tolist()
+            num_buckets, divisor = recipe.shapes.num_buckets, recipe.shapes.divisor
+            # Segments do not grow with T, so its padding costs tokens alone.
+            sizes = auto_boundaries(counts, TOKENS.cost, num_buckets, most, divisor).tolist()
     return TokenShapes.from_config(recipe.shapes, tokens, recipe.batch.max_segments, sizes)
 
 
@@ -245,96 +287,33 @@ def predicted_graphs(workload: Workload) -> dict[str, int]:
     return graphs
 
 
-def epoch_batches(plans: EpochPlans) -> tuple[np.ndarray, np.ndarray, EpochPlan]:
-    """The whole steps of epoch 0: the lengths of their samples in order, and the offsets of their micro-batches."""
-    plan = plans.epoch(0)
-    offsets = plan.offsets[: plan.num_steps * plans.settings.per_step + 1]
-    return np.asarray(plans.lengths)[plan.order[: offsets[-1]]], offsets, plan
-
-
-def micro_batch_flops(layout: Layout, cost: CostModel, lengths: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """[k] float64, FLOPs of micro-batches, padding included; arguments as in `Layout.needed_tokens`."""
-    tokens, squared = layout.computed_tokens(lengths, offsets), layout.squared_tokens(lengths, offsets)
-    return cost.linear * tokens + cost.quadratic * squared
-
-
 def describe_plan(workload: Workload) -> dict:
     """What a run of this recipe would do: the numbers of `ms-varlen plan` and of plan.json.
 
     Everything is counted on the plan of epoch 0, not estimated.
     """
     recipe, train = workload.recipe, workload.store.train
-    lengths, offsets, plan = epoch_batches(workload.plans)
-    steps = plan.num_steps
-    computed = workload.layout.computed_tokens(lengths, offsets)
-    real = int(lengths.sum(dtype=np.int64))
+    cost = CostModel.of_decoder(workload.model_config)
+    numbers = epoch_numbers(workload.plans, workload.layout, cost)
+    steps = workload.plans.epoch(0).num_steps
     return {
         "mode": recipe.mode,
         "shapes": dataclasses.asdict(workload.shapes),
         "graphs": predicted_graphs(workload),
-        "world_size": plan.settings.world_size,
-        "steps_per_epoch": steps,
         "epochs": round(recipe.train.steps / steps, 3),
         "micro_batches_per_step": recipe.batch.micro_batches,
         "samples": len(train),
         "eval_samples": len(workload.store.eval),
-        "tokens_real": real,
-        "tokens_computed": int(computed.sum()),
-        "tokens_per_step": round(real / steps, 1),
-        "pad_ratio": 1 - real / int(computed.sum()),
-        "padding_overhead": int(computed.sum()) / real - 1,
-        "sizes": int(np.unique(computed).size),
-        "max_segments_used": int(np.diff(offsets).max()),
-        **_order_numbers(workload, lengths, offsets),
-        **_rank_numbers(workload),
+        **numbers,
         "lengths": {
             **length_statistics(np.asarray(train.lengths)),
             "histogram": length_histogram(np.asarray(train.lengths)),
         },
         "parameters": workload.model_config.parameter_count(),
+        "memory_gb": step_memory(recipe, workload.model_config, workload.shapes),
         "cleaning": dataclasses.asdict(workload.store.ledgers["train"] + workload.store.ledgers["eval"]),
         "ledger": {unit: part.to_dict() for unit, part in workload.ledger(epoch=0, steps=steps).items()},
         "store": str(workload.store.folder),
         "data_fingerprint": workload.store.fingerprint,
         "plan_fingerprint": workload.plans.fingerprint,
-    }
-
-
-def _order_numbers(workload: Workload, lengths: np.ndarray, offsets: np.ndarray) -> dict[str, float]:
-    """Padding of rows, before T is rounded up, against how well lengths are mixed."""
-    order, row_lengths = np.arange(lengths.size), np.array(workload.layout.row_lengths)
-    per_step = workload.plans.settings.per_step
-    return {
-        "batch_overhead": batch_overhead(lengths, order, offsets, row_lengths) if row_lengths.size else 0.0,
-        "length_mixing": length_mixing(lengths, order, offsets),
-        "length_mixing_of_steps": length_mixing(lengths, order, offsets[::per_step]),
-    }
-
-
-def rank_imbalance(workload: Workload) -> tuple[np.ndarray, np.ndarray]:
-    """How far the slowest rank is over the mean in each step of epoch 0, by computed FLOPs.
-
-    Returns:
-        [steps] float64 as the plan is, and as it was before samples were dealt over the ranks.
-    """
-    settings, plans = workload.plans.settings, workload.plans
-    if settings.world_size == 1:
-        return np.zeros(plans.epoch(0).num_steps), np.zeros(plans.epoch(0).num_steps)
-    alone = EpochPlans(plans.lengths, "", dataclasses.replace(settings, world_size=1))
-    cost, found = CostModel.of_decoder(workload.model_config), []
-    for part in (plans, alone):
-        lengths, offsets, _ = epoch_batches(part)
-        flops = micro_batch_flops(workload.layout, cost, lengths, offsets)
-        whole = flops[: flops.size // settings.per_step * settings.per_step]
-        found.append(imbalance(whole.reshape(-1, settings.world_size, settings.micro_batches).sum(axis=2)))
-    return found[0], found[1]
-
-
-def _rank_numbers(workload: Workload) -> dict[str, float]:
-    after, before = rank_imbalance(workload)
-    return {
-        "imbalance_mean": float(after.mean()),
-        "imbalance_max": float(after.max()),
-        "imbalance_mean_unbalanced": float(before.mean()),
-        "imbalance_max_unbalanced": float(before.max()),
     }

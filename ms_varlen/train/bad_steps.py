@@ -1,0 +1,85 @@
+"""Steps that held a NaN or an infinity: counted, written down, and ended when there are too many. No MindSpore."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ms_varlen.checkpoint.store import write_atomically
+from ms_varlen.errors import VarlenError
+from ms_varlen.planning.epoch_plan import EpochPlan
+from ms_varlen.train.step_reports import StepLengths, StepPlace
+from ms_varlen.train.workload import Workload
+
+
+@dataclasses.dataclass
+class Skipped:
+    """What skipped steps took out of the current epoch, and how many there were in all."""
+
+    steps: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+
+def check_bad_steps(skipped: Skipped, most: int) -> None:
+    """Stop a run that skips too often.
+
+    Raises:
+        VarlenError: more than `most` steps were skipped.
+    """
+    if skipped.steps > most:
+        raise VarlenError(
+            f"skipped steps must be at most {most} (train.max_bad_steps), got {skipped.steps}: their loss or gradient "
+            "was not finite; look at the bad_step_*.json files in the run folder, lower train.learning_rate, or raise "
+            "train.max_bad_steps"
+        )
+
+
+def dump_bad_step(
+    folder: Path, place: StepPlace, plan: EpochPlan, workload: Workload, losses: np.ndarray, norm: float | None
+) -> Path:
+    """Write down what a skipped step trained on: `bad_step_00000012.json` in the run folder.
+
+    Args:
+        folder: of the run.
+        place: of the step; `step` counts from 1.
+        plan: that holds it.
+        workload: of the run.
+        losses: [R, M], the summed loss of each rank's micro-batches.
+        norm: of the gradient.
+    """
+    lengths = StepLengths.of_plan(workload.plans.lengths, plan, place.state.step, workload.layout)
+    first = plan.offsets[place.state.step * plan.settings.per_step]
+    ids = plan.order[first : first + lengths.lengths.size]
+    spans = list(zip(lengths.offsets.tolist(), lengths.offsets[1:].tolist(), strict=False))
+    batches = [
+        {
+            "rank": index // losses.shape[1],
+            "micro_batch": index % losses.shape[1],
+            "sample_ids": ids[start:end].tolist(),
+            "seq_lens": lengths.lengths[start:end].tolist(),
+            "tokens": int(lengths.tokens[index]),
+            "loss_sum": _json_number(float(losses.flat[index])),
+        }
+        for index, (start, end) in enumerate(spans)
+    ]
+    record: dict[str, Any] = {
+        "step": place.step,
+        "epoch": place.state.epoch,
+        "plan_step": place.state.step,
+        "plan_fingerprint": place.plan,
+        "data_fingerprint": workload.store.fingerprint,
+        "layout": dataclasses.asdict(workload.layout),
+        "grad_norm": None if norm is None else _json_number(norm),
+        "micro_batches": batches,
+    }
+    path = folder / f"bad_step_{place.step:08d}.json"
+    write_atomically(path, [json.dumps(record, indent=1, allow_nan=False).encode()])
+    return path
+
+
+def _json_number(value: float) -> float | str:
+    """JSON has no NaN and no infinities: they become "nan", "inf" and "-inf"."""
+    return value if np.isfinite(value) else str(value)

@@ -1,0 +1,67 @@
+"""One rank of a node plans an epoch, the others map its plan: 16 bytes a sample once a node, not once a rank.
+
+The files lie below the temporary folder, one folder for each msrun, and are removed when its ranks leave; what killed
+runs left is removed by the next. Imports no MindSpore.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from ms_varlen.errors import DataError
+from ms_varlen.planning.epoch_plan import PlanArrays, SharePlan
+
+_NAME = "ms_varlen-plans-{user}-{launcher}"
+
+
+@contextlib.contextmanager
+def plans_of_node(launcher: int) -> Iterator[SharePlan]:
+    """What `EpochPlans` takes as `share`: the first rank of a node that needs a plan makes it, the others wait.
+
+    Args:
+        launcher: process id of the msrun that started the ranks of this node.
+    """
+    folder = Path(tempfile.gettempdir()) / _NAME.format(user=os.getuid(), launcher=launcher)
+    _remove_leftovers(folder)
+    try:
+        yield lambda name, make: _shared(folder, name, make)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # arrays that are mapped stay readable
+
+
+def _shared(folder: Path, name: str, make: Callable[[], PlanArrays]) -> PlanArrays:
+    entry = folder / name
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with (folder / f"{name}.lock").open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not entry.is_dir():
+                _write(entry, make())
+        order, offsets = (np.load(entry / f"{part}.npy", mmap_mode="r") for part in ("order", "offsets"))
+    except OSError as error:
+        raise DataError(
+            f"the plan must be written to the temporary folder for the other ranks of this node, got {error}; free "
+            f"space in {folder.parent} or set TMPDIR"
+        ) from error
+    return np.asarray(order), np.asarray(offsets)
+
+
+def _write(entry: Path, arrays: PlanArrays) -> None:
+    building = Path(tempfile.mkdtemp(dir=entry.parent))
+    for part, array in zip(("order", "offsets"), arrays, strict=True):
+        np.save(building / f"{part}.npy", array)
+    building.rename(entry)
+
+
+def _remove_leftovers(own: Path) -> None:
+    for folder in own.parent.glob(_NAME.format(user=os.getuid(), launcher="*")):
+        launcher = folder.name.rpartition("-")[2]
+        if folder != own and launcher.isdigit() and not psutil.pid_exists(int(launcher)):
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,298 @@
+"""What test_ranks.py has the workers of an msrun do: `ranks_run.py FOLDER SCENARIO ...`, one after another.
+
+Each rank writes what came of each scenario, a value or an error and its seconds, to `outcomes_<rank>.json`.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+
+SCENARIOS = {}
+
+
+def scenario(function):
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def write_corpus(path, lengths, seed=0):
+    """A corpus of documents of these lengths in tokens of the byte tokenizer, an end-of-text each."""
+    rng = random.Random(seed)
+    lines = (json.dumps({"text": "".join(rng.choices("abcdefgh ", k=length - 1))}) + "\n" for length in lengths)
+    path.write_text("".join(lines))
+
+
+def values(folder, name, corpus="corpus", **changes):
+    """A recipe in PyNative mode, as plain values; `changes` are ``section__key``."""
+    recipe = {
+        "mode": "varlen",
+        "data": {
+            "source": f"{folder}/{corpus}.jsonl",
+            "tokenizer": "bytes",
+            "eval_fraction": 0.2,
+            "store_dir": f"{folder}/stores",
+        },
+        "batch": {"token_budget": 64},
+        "shapes": {"kind": "range", "divisor": 16},
+        "model": {
+            "config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+            "variable_seq_lengths": True,
+            "seq_length": 32,
+            "max_position_embeddings": 32,
+        },
+        "train": {"steps": 3, "learning_rate": 0.01, "schedule": "constant"},
+        "graph": {"mode": "pynative"},
+        "checkpoint": {"output_dir": f"{folder}/{name}", "every": 1, "keep": 9},
+    }
+    for key, value in changes.items():
+        section, _, key = key.rpartition("__")
+        (recipe[section] if section else recipe)[key] = value
+    return recipe
+
+
+MODES = {
+    "varlen": {},
+    "packed": {"mode": "packed"},
+    "padded": {"mode": "padded", "batch": {"rows": 3}, "model__variable_seq_lengths": False},
+}
+
+
+def train(recipe):
+    """The summary of a run, and the lengths of the micro-batches of this rank."""
+    from ms_varlen.data.dataset import MicroBatches
+    from ms_varlen.train.recipe import parse_recipe
+    from ms_varlen.train.run import train
+
+    original, lengths = MicroBatches.columns, []
+
+    def noted(batches, ids):
+        columns = original(batches, ids)
+        lengths.append(columns["seq_lens"].tolist())
+        return columns
+
+    with mock.patch.object(MicroBatches, "columns", noted):
+        summary = train(parse_recipe(recipe), lambda metrics: None)
+    return {"summary": summary, "lengths": lengths}
+
+
+def served(change):
+    """A change of the columns of the micro-batches that this rank is served."""
+    from ms_varlen.data.dataset import MicroBatches
+
+    original = MicroBatches.columns
+    return mock.patch.object(MicroBatches, "columns", lambda batches, ids: change(original, batches, ids))
+
+
+def silent(columns):
+    return columns | {"labels": np.full_like(columns["labels"], -100)}
+
+
+@scenario
+def varlen(folder, rank):
+    return train(values(folder, "two", train__eval_every=2))
+
+
+@scenario
+def packed(folder, rank):
+    return train(values(folder, "two", **MODES["packed"]))
+
+
+@scenario
+def padded(folder, rank):
+    return train(values(folder, "two", **MODES["padded"]))
+
+
+@scenario
+def shuffled_corpus(folder, rank):
+    return train(values(folder, "shuffled", corpus="shuffled" if rank == 1 else "corpus"))
+
+
+@scenario
+def truncated_corpus(folder, rank):
+    return train(values(folder, "truncated", corpus="truncated" if rank == 1 else "corpus"))
+
+
+@scenario
+def other_recipe(folder, rank):
+    return train(values(folder, "recipe", train__learning_rate=0.02 if rank == 1 else 0.01))
+
+
+@scenario
+def other_mode(folder, rank):
+    return train(values(folder, "mode", **MODES["packed" if rank == 1 else "varlen"]))
+
+
+@scenario
+def other_samples(folder, rank):
+    """In its second step rank 1 is served a sample less than planned."""
+    calls = []
+
+    def change(original, batches, ids):
+        calls.append(ids)
+        return original(batches, ids[:-1] if len(calls) == 2 and rank == 1 else ids)
+
+    with served(change):
+        return train(values(folder, "samples"))
+
+
+@scenario
+def other_step(folder, rank):
+    """Rank 1 believes to be a step further."""
+    from ms_varlen.train import loop
+
+    original = loop.StepPlace
+    with mock.patch.object(loop, "StepPlace", lambda step, *rest: original(step + rank, *rest)):
+        return train(values(folder, "step"))
+
+
+@scenario
+def error_on_one_rank(folder, rank):
+    from ms_varlen.errors import DataError
+
+    def change(original, batches, ids):
+        if rank == 1:
+            raise DataError("record 7 must be whole, got half of it")
+        return original(batches, ids)
+
+    with served(change):
+        return train(values(folder, "error"))
+
+
+@scenario
+def silent_rank(folder, rank):  # L03: rank 1 has no label in step 1, nobody has one in step 2
+    calls = []
+
+    def change(original, batches, ids):
+        calls.append(ids)
+        columns = original(batches, ids)
+        return silent(columns) if len(calls) == 2 or (len(calls) == 1 and rank == 1) else columns
+
+    with served(change):
+        return train(values(folder, "silent"))
+
+
+@scenario
+def nan_on_one_rank(folder, rank):
+    from mindspore import Tensor
+
+    from ms_varlen.train.graphs import TrainingGraphs
+
+    original, calls = TrainingGraphs.accumulate, []
+
+    def faulty(graphs, columns):
+        calls.append(columns)
+        loss = original(graphs, columns)
+        return Tensor(np.float32("nan")) if len(calls) == 2 and rank == 1 else loss
+
+    with mock.patch.object(TrainingGraphs, "accumulate", faulty):
+        return train(values(folder, "nan"))
+
+
+@scenario
+def token_mean(folder, rank):  # L02: 4 over 1 token and 6 over 3 is 2.5
+    import mindspore as ms
+    from mindspore import Parameter, ParameterTuple, Tensor
+
+    from ms_varlen.train.collectives import SumOverRanks
+    from ms_varlen.train.config import TrainConfig
+    from ms_varlen.train.step import ApplyGradients
+
+    weight = Parameter(Tensor(np.zeros(1, np.float32)), name="w")
+    summed = Parameter(Tensor(np.array([[4.0, 6.0][rank]], np.float32)), name="accumulated.w")
+    config = TrainConfig(steps=1, learning_rate=1.0, clip_grad_norm=None)
+    apply = ApplyGradients(ParameterTuple([weight]), ParameterTuple([summed]), config, SumOverRanks())
+    norm, applied = apply(*(Tensor(v, ms.float32) for v in (1.0, 4.0, 10.0, 0.0)))
+    return [float(norm.asnumpy()), bool(applied.asnumpy()), float(apply.adam_m[0].asnumpy()[0])]
+
+
+@scenario
+def ends_unevenly(folder, rank):  # B06
+    recipe = values(
+        folder, "uneven", corpus="uneven", batch={"token_budget": 32}, shapes={"kind": "static", "divisor": 16}
+    )
+    from ms_varlen.train.recipe import parse_recipe
+    from ms_varlen.train.workload import prepare
+
+    recipe["data"]["eval_fraction"] = 0.0
+    recipe["train"]["steps"] = prepare(parse_recipe(recipe), world_size=2).plans.epoch(0).num_steps
+    return train(recipe)
+
+
+@scenario
+def nine_samples(folder, rank):  # B04
+    recipe = values(folder, "nine", corpus="nine", train__steps=1)
+    recipe["data"]["eval_fraction"] = 0.0
+    return train(recipe)
+
+
+def twelve(folder, steps):
+    rows = {"mode": "padded", "batch": {"rows": 1}, "model__variable_seq_lengths": False}
+    recipe = values(folder, "twelve", corpus="twelve", train__steps=steps, **rows)
+    recipe["data"]["eval_fraction"] = 0.0
+    return recipe
+
+
+@scenario
+def twelve_on_four(folder, rank):  # R05
+    return train(twelve(folder, 1))
+
+
+@scenario
+def twelve_on_two(folder, rank):
+    return train(twelve(folder, 5))
+
+
+@scenario
+def elastic(folder, rank):
+    """Two ranks, then one in a process of its own, then two again, in one epoch."""
+    from ms_varlen.train.collectives import gather_words
+    from ms_varlen.train.exchange import connect
+    from ms_varlen.train.ranks import Ranks
+
+    found = [train(values(folder, "elastic", train__steps=2))]
+    recipe = Path(folder) / "elastic.yaml"
+    recipe.write_text(json.dumps(values(folder, "elastic", train__steps=4)))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MS_", "RANK_"))}
+
+    def alone():
+        if rank == 0:
+            command = [sys.executable, "-m", "ms_varlen.cli", "train", str(recipe), "--json"]
+            done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+            found.append({"log": done.stderr})
+
+    connect(Ranks(rank, 2), gather_words, 300).together(alone)
+    return [*found, train(values(folder, "elastic", train__steps=6))]
+
+
+def main():
+    folder, *names = sys.argv[1:]
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    os.environ.setdefault("GLOG_v", "3")
+    import mindspore as ms
+
+    from ms_varlen.errors import VarlenError
+    from ms_varlen.train.config import DeviceConfig
+    from ms_varlen.train.ranks import join_ranks
+
+    ms.set_device("CPU")
+    ranks = join_ranks(DeviceConfig())
+    outcomes = {}
+    for name in names:
+        begin = time.time()
+        try:
+            outcomes[name] = {"value": SCENARIOS[name](folder, ranks.rank)}
+        except VarlenError as error:
+            outcomes[name] = {"error": str(error), "kind": type(error).__name__}
+        outcomes[name]["seconds"] = time.time() - begin
+        (Path(folder) / f"outcomes_{ranks.rank}.json").write_text(json.dumps(outcomes))
+
+
+if __name__ == "__main__":
+    main()
