@@ -134,7 +134,8 @@ def train_command(recipe: RecipeArgument, overrides: Overrides = None, as_json: 
 @app.command("stats")
 def stats_command(
     target: Annotated[
-        str, typer.Argument(metavar="SOURCE|RECIPE", help="What data.source takes (pydoc, files, a folder), or a .yaml.")
+        str,
+        typer.Argument(metavar="SOURCE|RECIPE", help="What data.source takes (pydoc, files, a folder), or a .yaml."),
     ],
     overrides: Overrides = None,
     tokenizer: Annotated[str | None, typer.Option(help="For a SOURCE: as data.tokenizer; default bytes.")] = None,
@@ -165,7 +166,8 @@ def stats_command(
 @app.command("data")
 def data_command(
     target: Annotated[
-        str, typer.Argument(metavar="SOURCE|RECIPE", help="What data.source takes (pydoc, files, a folder), or a .yaml.")
+        str,
+        typer.Argument(metavar="SOURCE|RECIPE", help="What data.source takes (pydoc, files, a folder), or a .yaml."),
     ],
     overrides: Overrides = None,
     tokenizer: Annotated[str | None, typer.Option(help="For a SOURCE: as data.tokenizer; default bytes.")] = None,

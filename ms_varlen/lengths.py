@@ -44,7 +44,8 @@ def check_lengths(seq_lens: Sequence[int] | np.ndarray, maximum: int, name: str 
     lengths = np.asarray(seq_lens)
     if lengths.ndim != 1 or lengths.size == 0:
         raise LengthsError(
-            f"{name} must have one axis and at least one entry, got shape {lengths.shape}; give one length per sequence",
+            f"{name} must have one axis and at least one entry, got shape {lengths.shape}; give one length "
+            "per sequence",
             "LEN-SHAPE",
         )
     if lengths.dtype.kind not in "iu":

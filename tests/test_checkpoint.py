@@ -201,7 +201,10 @@ def test_parameters_of_another_model_are_refused_by_name(tmp_path, shapes, messa
 
 
 def test_checkpoint_of_another_mode_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match=r"is a varlen checkpoint, this recipe trains padded; .* `ckpt-tools convert --to padded"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"must be of mode padded, which this recipe trains, got varlen; .* `ckpt-tools convert --to padded",
+    ):
         load_checkpoint(save(tmp_path, 1), "padded")
 
 
@@ -483,7 +486,10 @@ def test_named_checkpoint_is_copied_where_links_are_refused(tmp_path, monkeypatc
 def test_named_checkpoint_of_another_mode_or_recipe_is_refused(tmp_path):
     folder = trained(tmp_path)
     named = config(tmp_path, folder / "step_00000010")
-    with pytest.raises(CheckpointError, match=r"is a varlen checkpoint, this recipe trains padded; .*ckpt-tools convert --to padded"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"must be of mode padded, which this recipe trains, got varlen; .*ckpt-tools convert --to padded",
+    ):
         open_run(named, "padded", RECIPE)
     with pytest.raises(CheckpointError, match=r"train.learning_rate: was 0.001, is 0.1"):
         open_run(named, "varlen", recipe(train__learning_rate=0.1))

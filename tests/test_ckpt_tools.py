@@ -96,7 +96,9 @@ def test_imported_weights_are_a_checkpoint_of_ours(tmp_path, capsys):
     assert (status, said["source_dtype"], said["optimizer"]) == (0, "BF16", False)
     step = tmp_path / "ours" / "step_00000000"
     assert open_step(tmp_path / "ours").config.architecture == "qwen3"
-    with pytest.raises(CheckpointError, match="is a imported checkpoint, this recipe trains varlen; convert it with"):
+    with pytest.raises(
+        CheckpointError, match="must be of mode varlen, which this recipe trains, got imported; convert it with"
+    ):
         load_checkpoint(step, "varlen")
     status, said, _ = run(capsys, "inspect", step, "--json")
     assert (status, said["mode"], said["optimizer"], said["complete"]) == (0, "imported", None, True)

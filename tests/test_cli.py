@@ -211,8 +211,9 @@ def corpus_with_a_bad_line(tmp_path):
 def test_error_has_a_traceback_only_with_debug(corpus_with_a_bad_line, tmp_path):
     done = ms_varlen(tmp_path, "plan", corpus_with_a_bad_line)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("error: ")
-    assert "corpus.jsonl" in done.stderr
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "corpus.jsonl" in error
+    assert "[DATA-SOURCE] ms-varlen doctor --explain DATA-SOURCE" in done.stderr
     assert "Traceback" not in done.stderr
     debugged = ms_varlen(tmp_path, "plan", corpus_with_a_bad_line, "--debug")
     assert debugged.returncode == 1

@@ -93,7 +93,8 @@ def test_five_faults_are_reported_at_once():
     )
     assert faults == [
         f"length_buckets: must be a known key, got [128, 256]; use shapes.kind and shapes.row_buckets; {KEYS_AT_TOP}",
-        "data.source: must be an existing file or folder, got gone.jsonl; correct the path or use 'pydoc', which needs none",
+        "data.source: must be an existing file or folder, got gone.jsonl; correct the path or use 'pydoc', which needs "
+        "none",
         "batch.token_budget: must be >= model.seq_length (2048), got 1024; raise it, or lower model.seq_length",
         "model.max_position_embeddings: must equal model.seq_length (2048), got 4096; set both to the longest sequence "
         "to train",

@@ -162,10 +162,10 @@ def test_checkpoint_of_another_mode_is_refused_and_never_begins_anew(tiny):
     assert (done.returncode, checkpoints(output / "padded")) == (0, [1]), done.stderr
     done = tiny.train(output, f"checkpoint.resume={output}/padded/step_00000001")
     assert done.returncode == 1
-    assert "step_00000001 is a padded checkpoint, this recipe trains varlen" in done.stderr
+    assert "step_00000001 must be of mode varlen, which this recipe trains, got padded" in done.stderr
     done = tiny.train(output, f"checkpoint.resume={tiny.run}/step_00000012", *rows)
     assert done.returncode == 1
-    assert "step_00000012 is a varlen checkpoint, this recipe trains padded" in done.stderr
+    assert "step_00000012 must be of mode padded, which this recipe trains, got varlen" in done.stderr
     assert not (output / "varlen-2").exists()
     done = tiny.train(output, *one_step, "checkpoint.resume=never")
     assert (done.returncode, checkpoints(output / "varlen-2")) == (0, [1]), done.stderr

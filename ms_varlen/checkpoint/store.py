@@ -248,8 +248,9 @@ def check_mode(path: Path, manifest: Mapping[str, Any], expected_mode: str) -> N
     """
     if manifest["mode"] != expected_mode:
         raise CheckpointError(
-            f"{path} is a {manifest['mode']} checkpoint, this recipe trains {expected_mode}; convert it with "
-            f"`ckpt-tools convert --to {expected_mode} {path} NEW_FOLDER`, or resume it with a recipe of its own mode",
+            f"{path} must be of mode {expected_mode}, which this recipe trains, got {manifest['mode']}; convert it "
+            f"with `ckpt-tools convert --to {expected_mode} {path} NEW_FOLDER`, or resume it with a recipe of "
+            "its own mode",
             "CKPT-MODE",
         )
 

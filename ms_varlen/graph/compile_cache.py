@@ -111,7 +111,9 @@ def compile_cache(setting: str, name: str) -> Iterator[CacheUse]:
         _sweep(root)
         warm = _is_whole(folder)
         if not warm and folder.exists():
-            logger.warning("[SHAPE-CACHE] %s does not hold what was kept there; it is removed, and compiled anew", folder)
+            logger.warning(
+                "[SHAPE-CACHE] %s does not hold what was kept there: it is removed, and compiled anew", folder
+            )
             _remove(folder)
         working = folder if warm else Path(tempfile.mkdtemp(prefix=f"{name}.tmp-", dir=root))
     except OSError as error:
@@ -154,7 +156,7 @@ def _root(setting: str) -> Path:
 
 @contextlib.contextmanager
 def _seen_by_rank(folder: Path) -> Iterator[Path]:
-    """The folder as MindSpore wants it in this rank: with `rank_0`, which is for every rank, under the rank's number."""
+    """The folder as MindSpore wants it in this rank: `rank_0`, which is for every rank, under the rank's number."""
     rank = os.environ.get("RANK_ID", "0")
     if rank == "0":
         yield folder

@@ -82,9 +82,7 @@ class TrainingGraphs:
         versions: of everything that numbers depend on.
     """
 
-    def __init__(
-        self, workload: Workload, target: str, attention: AttentionPath | None = None, declare: bool = True
-    ):
+    def __init__(self, workload: Workload, target: str, attention: AttentionPath | None = None, declare: bool = True):
         recipe, config = workload.recipe, workload.model_config
         self._workload = workload
         self.attention = attention or varlen_path()
