@@ -254,13 +254,13 @@ class Side:
         return gradients
 
     def noise(self, parts: list[np.ndarray]) -> float:
-        """How much the loss of micro-batches moves when samples change places in them; the accumulators stay empty."""
-        sums = []
-        for order in (1, -1):
-            supervised = self.accumulate([ids[::order] for ids in parts])
+        """How much the loss of micro-batches moves when their samples change places; the accumulators stay empty."""
+        losses = []
+        for chosen in (parts, _in_other_places(parts, self.workload.layout)):
+            supervised = self.accumulate(chosen)
             self.graphs.clear_gradients()
-            sums.append(self.loss(max(supervised, 1)))
-        return abs(sums[0] - sums[1])
+            losses.append(self.loss(max(supervised, 1)))
+        return abs(losses[0] - losses[1])
 
     def loss(self, supervised: int) -> float:
         """The loss per supervised token of what was accumulated."""
@@ -307,6 +307,13 @@ def other_side(workload: Workload, target: str, mode: str) -> tuple[Workload, st
     row_lengths = dense.layout.row_lengths if mode == "bucketed" else ()
     layout = Layout(modes[mode], shapes, dense.layout.seq_length, row_lengths=row_lengths)
     return dataclasses.replace(workload, shapes=shapes, layout=layout), target, None
+
+
+def _in_other_places(parts: list[np.ndarray], layout: Layout) -> list[np.ndarray]:
+    """The same samples in another order, rows also in other micro-batches: sums over them are rounded otherwise."""
+    if not layout.row_lengths:
+        return [ids[::-1] for ids in parts]
+    return np.array_split(np.roll(np.concatenate(parts), DENSE_ROWS // 2), len(parts))
 
 
 def _parts_of_other(ids: np.ndarray, lengths: np.ndarray, layout: Layout) -> list[np.ndarray]:
