@@ -247,6 +247,20 @@ def test_an_alignment_that_failed_names_the_step(tmp_path, no_pictures):
     assert "gradient (relative) – 1.00e-04" in text
 
 
+def test_where_a_failed_alignment_begins_is_on_its_page(tmp_path, no_pictures):
+    rungs = [{"rung": "one sample of a fixed length", "differs": None}, {"rung": "two samples", "differs": "forward"}]
+    found = {
+        "rung": "two samples",
+        "rungs": rungs,
+        "code": "LEN-ORDER",
+        "text": "two samples, layer 0, k: out of order",
+    }
+    result = align_result(small_difference(), passed=False, first_failed_step=2) | {"bisect": found}
+    text = Page(write_align_report(result, tmp_path / "align.html").read_text()).text
+    assert "Where it begins LEN-ORDER two samples, layer 0, k: out of order" in text
+    assert "one sample of a fixed length no two samples forward" in text
+
+
 def test_equal_losses_have_a_page(tmp_path):
     assert (
         "0.00e+00 1.00e-03"
