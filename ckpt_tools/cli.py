@@ -177,7 +177,7 @@ def verify_command(
 
 @app.command("import-hf")
 def import_hf_command(source: Source, destination: Destination, as_json: Json = False) -> None:
-    """Make a checkpoint of ours from a Hugging Face folder or a GGUF file; `model.init_from` takes both as well."""
+    """Make a checkpoint of ours from a Hugging Face folder or a GGUF file; `model.init_from` takes the folder as well."""
     from ckpt_tools.anything import open_weights
     from ckpt_tools.imports import import_weights
 
