@@ -46,11 +46,12 @@ def kind_of(path: Path) -> Kind:
         if path.suffix in (".safetensors", ".ckpt"):
             return "file"
     elif path.is_dir():
-        if (path / MANIFEST_FILE).exists() or path.name.startswith("step_") or list_checkpoints(path):
+        name = path.resolve().name  # of what a link means, or "."
+        if (path / MANIFEST_FILE).exists() or name.startswith("step_") or list_checkpoints(path):
             return "ms_varlen"
         if is_hugging_face(path):
             return "hugging_face"
-        if (path / TRACKER).exists() or path.name.startswith("iteration_"):
+        if (path / TRACKER).exists() or name.startswith("iteration_"):
             return "mindformers"
         if (
             any(path.glob("rank_*/*"))

@@ -151,6 +151,10 @@ def verify_command(
         Path | None, typer.Option(help="Compare the loss on its samples too, each side in its own mode's layout.")
     ] = None,
     batches: Annotated[int, typer.Option(min=1, help="Steps of the recipe's plan to compute the loss on.")] = 4,
+    weights_only: Annotated[
+        bool,
+        typer.Option("--weights-only", help="Leave optimizer moments out; else both sides must have them, or none."),
+    ] = False,
     config: Config = None,
     qkv: QkvRows = None,
     mlp: MlpRows = None,
@@ -164,7 +168,8 @@ def verify_command(
 
     loaded = load_recipe(recipe) if recipe else None
     with _bar("comparing", bytes_=False) as tell:
-        result = verify(first, second, ReadingHints(config, qkv, mlp, strategy), loaded, batches, tell)
+        hints = ReadingHints(config, qkv, mlp, strategy)
+        result = verify(first, second, hints, loaded, batches, tell, weights_only)
     if as_json:
         print(json.dumps(result, allow_nan=False))
     else:
@@ -172,12 +177,17 @@ def verify_command(
         if rows:
             print_columns("differences", ["parameter", "A", "B", "max abs diff"], rows, [], wide=True)
         print_table("equal" if result["passed"] else "NOT equal", result)
+        if result["optimizer_only_in"]:
+            side = result["optimizer_only_in"].upper()
+            people.print(
+                f"only {side} has optimizer moments; --weights-only leaves them out", style="red", markup=False
+            )
     raise typer.Exit(0 if result["passed"] else 1)
 
 
 @app.command("import-hf")
 def import_hf_command(source: Source, destination: Destination, as_json: Json = False) -> None:
-    """Make a checkpoint of ours from a Hugging Face folder or a GGUF file; `model.init_from` takes the folder as well."""
+    """Make a checkpoint of ours from a Hugging Face folder, which `model.init_from` takes as well, or a GGUF file."""
     from ckpt_tools.anything import open_weights
     from ckpt_tools.imports import import_weights
 

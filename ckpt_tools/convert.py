@@ -16,7 +16,8 @@ import yaml
 
 from ckpt_tools.new_folder import new_folder
 from ckpt_tools.ours import IMPORTED, StepFolder, open_step, write_step
-from ms_varlen.checkpoint.run_dir import METRICS_FILE, RECIPE_FILE, cut_metrics
+from ms_varlen.checkpoint.run_dir import METRICS_FILE, RECIPE_FILE, cut_metrics, run_folders
+from ms_varlen.checkpoint.same_data import DATA_FINGERPRINT
 from ms_varlen.errors import CheckpointError
 from ms_varlen.train.recipe import Recipe, load_recipe
 from ms_varlen.train.variants import variant
@@ -59,7 +60,8 @@ def convert(
 
     run_folder = step.path.parent if (step.path.parent / RECIPE_FILE).exists() else step.path
     values = target.resolved()
-    values["checkpoint"]["resume"] = "auto"
+    # Training goes on in the new folder, or beside it, and never in the source's runs.
+    values["checkpoint"] |= {"resume": "auto", "output_dir": str(destination.parent)}
     with new_folder(destination, run_folder, step.nbytes) as folder:
         text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
         (folder / RECIPE_FILE).write_text(text, encoding="utf-8")
@@ -72,8 +74,7 @@ def convert(
             step.manifest["step"],
             step.model,
             step.optimizer,
-            _state(step, target),
-            _manifest(step, target),
+            *_place(step, target),
             tell,
         ).name
     return {
@@ -84,8 +85,17 @@ def convert(
         "step": step.manifest["step"],
         "parameters": len(step.model),
         "bytes": step.nbytes,
+        "goes_on_in": _continuation(destination, mode),
         "train_with": f"ms-varlen train {destination / RECIPE_FILE} checkpoint.resume={destination / written}",
     }
+
+
+def _continuation(destination: Path, mode: str) -> str:
+    """The folder that `train_with` writes to: the new one where its name is that of a run, else a new run beside it."""
+    runs = run_folders(destination.parent, mode)
+    if destination in runs:
+        return str(destination)
+    return f"{destination.parent / mode}{'-N, a new number' if runs else ''}"
 
 
 def _target_recipe(step: StepFolder, mode: str, path: Path | None) -> Recipe:
@@ -110,12 +120,18 @@ def _mean_length(step: StepFolder) -> float:
     path = step.path.parent / METRICS_FILE
     tokens = segments = 0
     if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
             try:
                 metrics = json.loads(line)
             except ValueError:
                 break  # a half-written last line
-            tokens, segments = tokens + metrics["tokens_real"], segments + metrics["segments"]
+            try:
+                tokens, segments = tokens + metrics["tokens_real"], segments + metrics["segments"]
+            except (KeyError, TypeError) as error:
+                raise CheckpointError(
+                    f"{path} line {number} must have the numbers tokens_real and segments, found {line[:60]!r}; give a "
+                    "recipe of the new mode with --recipe"
+                ) from error
     if not segments:
         raise CheckpointError(
             f"{path} must tell the samples' lengths, by which rows and token budgets are translated, found nothing; "
@@ -139,26 +155,31 @@ def _check_model(step: StepFolder, target: Recipe) -> None:
         )
 
 
-def _state(step: StepFolder, target: Recipe) -> bytes:
-    """The state as it is; a checkpoint that came from elsewhere begins at the corpus's first epoch."""
+def _place(step: StepFolder, target: Recipe) -> tuple[bytes, dict[str, Any]]:
+    """State and manifest, with the data and the place in the plan as they are; a checkpoint that came from elsewhere
+    begins at the first epoch of the recipe's corpus.
+    """
     if step.manifest["mode"] != IMPORTED:
-        return step.state_bytes
+        return step.state_bytes, _manifest(step, target, step.manifest.get(DATA_FINGERPRINT))
     from ms_varlen.train.workload import prepare
 
-    plans = prepare(target).plans
+    workload = prepare(target)
+    plans = workload.plans
     state = {
         **step.state,
         "plan": plans.to_dict(plans.start()),
         "skipped": {"steps": 0, "samples": 0, "tokens": 0},
         "seed": target.train.seed,
     }
-    return json.dumps(state, indent=1, sort_keys=True).encode()
+    state_bytes = json.dumps(state, indent=1, sort_keys=True).encode()
+    return state_bytes, _manifest(step, target, workload.store.fingerprint)
 
 
-def _manifest(step: StepFolder, target: Recipe) -> dict[str, Any]:
-    kept: dict[str, Any] = {key: step.manifest[key] for key in ("data_fingerprint", "versions") if key in step.manifest}
+def _manifest(step: StepFolder, target: Recipe, data_fingerprint: str | None) -> dict[str, Any]:
+    kept: dict[str, Any] = {key: step.manifest[key] for key in ("versions",) if key in step.manifest}
     return {
         **kept,
+        DATA_FINGERPRINT: data_fingerprint,
         "mode": target.mode,
         "layout": target.mode,
         "shapes": target.shapes.model_dump(mode="json"),

@@ -25,6 +25,9 @@ from ckpt_tools.weights import Weights, checked
 from ms_varlen.errors import CheckpointError
 from ms_varlen.models.config import DecoderConfig
 
+MAGIC = b"GGUF"
+"""First bytes of every such file."""
+
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -89,11 +92,32 @@ def import_gguf(
         return export_hugging_face(weights, folder, "F32", size, Path(temporary), positions, progress)
 
 
+def stored_types(file: Path) -> dict[str, tuple[str, int]]:
+    """How a GGUF file holds its tensors: Hugging Face name -> (type as llama.cpp calls it, bytes).
+
+    Raises:
+        CheckpointError: as `open_gguf`.
+    """
+    return {_name(file, t.name): (t.tensor_type.name, int(t.n_bytes)) for t in _reader(file).tensors}
+
+
 def _reader(file: Path) -> GGUFReader:
+    if not file.is_file():
+        raise CheckpointError(f"{file} must be a GGUF file, found none there; correct the path")
+    with file.open("rb") as opened:
+        begin = opened.read(len(MAGIC))
+    if begin != MAGIC:
+        raise CheckpointError(
+            f"{file} must be a GGUF file, which begins with {MAGIC!r}, found {begin!r}; `ckpt-tools inspect {file}` "
+            "says what it is"
+        )
     try:
         return GGUFReader(file)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} must be a readable GGUF file, got {error}; bring it again") from error
+    except (OSError, ValueError, LookupError, TypeError, OverflowError, MemoryError) as error:
+        # The reader checks little: sizes out of a damaged header lead it anywhere.
+        raise CheckpointError(
+            f"{file} must be a whole GGUF file, but is cut short or altered ({error}); take another copy"
+        ) from error
 
 
 def _fields(reader: GGUFReader) -> dict[str, Any]:

@@ -8,11 +8,11 @@ from typing import Any
 from ckpt_tools.anything import ReadingHints, kind_of
 from ckpt_tools.mindformers import GLOBAL_STEP, parts_of
 from ckpt_tools.mindformers_names import is_fused, model_class_of
-from ckpt_tools.ours import IMPORTED, StepFolder, newest_step, open_step
+from ckpt_tools.ours import IMPORTED, StepFolder, newest_step, open_step, verified_manifest
 from ckpt_tools.shards import merged_tensors
 from ckpt_tools.tensors import StoredTensor
 from ckpt_tools.weights import hugging_face_tensors, open_hugging_face
-from ms_varlen.checkpoint.store import MODEL_FILE, CorruptCheckpointError, read_manifest
+from ms_varlen.checkpoint.store import MODEL_FILE, CorruptCheckpointError
 from ms_varlen.errors import VarlenError
 from ms_varlen.models.hugging_face import load_config
 
@@ -44,7 +44,7 @@ def inspect(path: Path, hints: ReadingHints, progress: Callable[[int, int], None
 
 def _ours(path: Path, _: ReadingHints, found: dict[str, Any], progress: Callable[[int, int], None]) -> Iterable[str]:
     folder = newest_step(path)
-    manifest = read_manifest(folder)
+    manifest = verified_manifest(folder)
     found |= {
         "path": str(folder),
         "mode": manifest["mode"],
@@ -103,6 +103,14 @@ def _mindformers(
 
 
 def _gguf(path: Path, _: ReadingHints, found: dict[str, Any], progress: Callable[[int, int], None]) -> Iterable[str]:
+    from ckpt_tools.gguf_import import open_gguf, stored_types  # the gguf package is an extra
+
+    weights, types = open_gguf(path), stored_types(path)
+    found |= _table(weights.model, {})
+    found["model"] = weights.config.model_dump(mode="json")
+    for row in found["parameters"]:  # dequantised they are F32; the file holds them as it says
+        row["dtype"], row["bytes"] = types[row["name"]]
+    found["bytes"] = sum(row["bytes"] for row in found["parameters"])
     return ()
 
 

@@ -11,6 +11,7 @@ from ms_varlen.errors import CheckpointError
 from ms_varlen.models.config import DecoderConfig
 from ms_varlen.models.hugging_face import hugging_face_config, load_config
 from ms_varlen.train.recipe import load_recipe
+from ms_varlen.train.recipe_faults import field_faults
 
 CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -68,9 +69,8 @@ def _from_mindformers(path: Path, section: dict[str, Any]) -> tuple[DecoderConfi
     try:
         return DecoderConfig.model_validate({"architecture": "qwen3", **fields}), layout
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise CheckpointError(f"{path}: model.model_config gives no decoder: {place}: {first['msg']}") from error
+        fault = field_faults(error, DecoderConfig)[0]
+        raise CheckpointError(f"{path}: model.model_config gives no decoder: {fault}") from error
 
 
 def _llama_fields(section: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A new folder, whole or not at all: room is looked for first, and a kill leaves no half of it under its name.
 
 Everything is written into a hidden folder beside, fsynced, and renamed at the end. What a kill leaves there is removed
-by the next command that writes to the same place; a lock tells it from one that is still being written.
+by the next command that writes beside it; a lock tells it from one that is still being written.
 """
 
 import contextlib
@@ -14,6 +14,9 @@ from pathlib import Path
 
 from ms_varlen.checkpoint.store import fsync
 from ms_varlen.errors import CheckpointError
+
+HIDDEN = ".ckpt-tools-"
+"""Begins the name of the folder that is written to."""
 
 SPARE_BYTES = 1 << 20
 """Room for headers, manifests and the recipe."""
@@ -33,8 +36,9 @@ def new_folder(destination: Path, source: Path, needed: int) -> Iterator[Path]:
     """
     _check_place(destination, source)
     destination.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(destination.parent)
     _check_room(destination, needed)
-    hidden = destination.with_name(f".ckpt-tools-{destination.name}")
+    hidden = destination.with_name(f"{HIDDEN}{destination.name}")
     with _locked(hidden, destination):
         try:
             yield hidden
@@ -71,18 +75,43 @@ def _check_room(destination: Path, needed: int) -> None:
         )
 
 
+def _remove_leftovers(parent: Path) -> None:
+    """Remove the hidden folders of killed commands: those that nobody holds the lock of."""
+    for leftover in parent.glob(f"{HIDDEN}*"):
+        descriptor = _lock(leftover)
+        if descriptor is not None:
+            shutil.rmtree(leftover, ignore_errors=True)
+            os.close(descriptor)
+
+
+def _lock(hidden: Path) -> int | None:
+    """A descriptor with the folder's lock, which the system releases when this process ends, however it ends.
+
+    None where another process holds it, or the folder went away.
+    """
+    try:
+        descriptor = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
 @contextlib.contextmanager
 def _locked(hidden: Path, destination: Path) -> Iterator[None]:
-    """The empty hidden folder, with a lock that the system releases when this process ends, however it ends."""
+    """The empty hidden folder, locked."""
     hidden.mkdir(exist_ok=True)
-    descriptor = os.open(hidden, os.O_RDONLY)
+    descriptor = _lock(hidden)
+    # Another command may have removed it as a leftover between the two lines above.
+    if descriptor is None or not hidden.exists() or not os.path.samestat(os.fstat(descriptor), hidden.stat()):
+        if descriptor is not None:
+            os.close(descriptor)
+        raise CheckpointError(f"{destination} is being written by another process; wait for it or choose another name")
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise CheckpointError(
-                f"{destination} is being written by another process; wait for it or choose another name"
-            ) from error
         for leftover in hidden.iterdir():
             if leftover.is_dir():
                 shutil.rmtree(leftover)

@@ -66,9 +66,10 @@ class StepFolder:
             return DecoderConfig.model_validate(self.manifest.get("model_config"))
         except ValidationError as error:
             first = error.errors()[0]
+            place, rule = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
             raise CheckpointError(
-                f"{self.path / MANIFEST_FILE}: model_config.{'.'.join(map(str, first['loc']))}: {first['msg']}; "
-                "use the version of ms_varlen that wrote it"
+                f"{self.path / MANIFEST_FILE}: model_config.{place}: {rule}, got {first['input']!r}; use the "
+                "version of ms_varlen that wrote it"
             ) from error
 
     @property
@@ -83,6 +84,8 @@ def newest_step(path: Path) -> Path:
     Raises:
         CheckpointError: neither.
     """
+    if not path.name.startswith("step_"):
+        path = path.resolve()  # a link to a step folder, or "."
     if (path / MANIFEST_FILE).exists() or path.name.startswith("step_"):
         return path
     steps = list_checkpoints(path)
@@ -92,6 +95,20 @@ def newest_step(path: Path) -> Path:
             "says what it is"
         )
     return steps[-1]
+
+
+def verified_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a step folder.
+
+    Raises:
+        CheckpointError, CorruptCheckpointError: as `read_manifest`, with what to do.
+    """
+    try:
+        return read_manifest(path)
+    except CorruptCheckpointError as error:
+        older = [step for step in list_checkpoints(path.parent) if step.name < path.name]
+        way_out = f", or use the one before it, {older[-1]}" if older else ""
+        raise CorruptCheckpointError(f"{error}; take another copy of the checkpoint{way_out}") from error
 
 
 def open_step(path: Path, check: bool = True) -> StepFolder:
@@ -105,7 +122,7 @@ def open_step(path: Path, check: bool = True) -> StepFolder:
         CorruptCheckpointError: a file is missing, cut short or altered.
     """
     path = newest_step(path)
-    manifest = read_manifest(path)
+    manifest = verified_manifest(path)
     sums = {row["name"]: row["sha256"] for rows in manifest["parameters"].values() for row in rows}
     files = {file: _read_file(path / file, sums) for file, rows in manifest["parameters"].items() if rows}
     try:
@@ -114,7 +131,9 @@ def open_step(path: Path, check: bool = True) -> StepFolder:
         raise CorruptCheckpointError(f"{path / STATE_FILE} is missing; take another copy of the checkpoint") from error
     state = from_array(STATE_FILE, np.frombuffer(state_bytes, np.uint8))
     if state.sha256() != manifest["state_sha256"]:
-        raise CorruptCheckpointError(f"{path / STATE_FILE} is altered: its checksum is not the manifest's")
+        raise CorruptCheckpointError(
+            f"{path / STATE_FILE} is altered: its checksum is not the manifest's; take another copy of the checkpoint"
+        )
     step = StepFolder(
         path,
         manifest,

@@ -47,7 +47,7 @@ def merged_tensors(path: Path, strategy: Path | None) -> tuple[Tensors, str]:
     if (path / TRACKER).exists():
         iteration = (path / TRACKER).read_text(encoding="utf-8").strip()
         return _iteration(path / f"iteration_{int(iteration):08d}"), str(path)
-    if path.name.startswith("iteration_"):
+    if path.resolve().name.startswith("iteration_"):  # also through a link, or as "."
         return _iteration(path), str(path)
     ranks = sorted(_rank_folders(path).items())
     if not ranks:

@@ -24,6 +24,7 @@ def verify(
     recipe: Recipe | None,
     batches: int,
     progress: Callable[[int, int], None],
+    weights_only: bool = False,
 ) -> dict[str, Any]:
     """Compare two checkpoints of any kind.
 
@@ -33,13 +34,17 @@ def verify(
         recipe: for the loss; each side is laid out in its own mode, a side without one in the recipe's.
         batches: steps of the recipe's plan to compute the loss on.
         progress: told tensors compared and tensors in all.
+        weights_only: leave optimizer moments out, so that one side may have none.
     Returns:
         `differences` (one row for each parameter that is not equal), `loss_a`, `loss_b`, `passed`, ...: parameters
-        must have equal values, losses may differ by `LOSS_TOLERANCE`.
+        must have equal values, both sides moments or none, losses may differ by `LOSS_TOLERANCE`.
     """
     a, b = open_weights(first, hints), open_weights(second, hints)
     differences = []
-    tables = [(a.model, b.model)] + ([(a.optimizer, b.optimizer)] if a.optimizer and b.optimizer else [])
+    tables = [(a.model, b.model)]
+    if a.optimizer and b.optimizer and not weights_only:
+        tables.append((a.optimizer, b.optimizer))
+    lone = None if weights_only or bool(a.optimizer) == bool(b.optimizer) else "a" if a.optimizer else "b"
     total = sum(len(left.keys() | right.keys()) for left, right in tables)
     done = 0
     for left, right in tables:
@@ -54,9 +59,9 @@ def verify(
         "b": str(b.path),
         "tensors": total,
         "optimizer_compared": len(tables) == 2,
-        "optimizer_only_in": None if bool(a.optimizer) == bool(b.optimizer) else "a" if a.optimizer else "b",
+        "optimizer_only_in": lone,
         "differences": differences,
-        "equal": all(row["max_abs_diff"] == 0 for row in differences),
+        "equal": lone is None and all(row["max_abs_diff"] == 0 for row in differences),
         "loss_tolerance": LOSS_TOLERANCE,
     }
     if recipe is not None:

@@ -7,6 +7,7 @@ Exit status 0 only when all is well; 1 for a fault that the message explains, 2 
 logs are for people; with `--json` one object goes to stdout and nothing else.
 """
 
+import itertools
 import json
 import logging
 import os
@@ -33,7 +34,7 @@ from ms_varlen.console import (
     rounded,
     store_bar,
 )
-from ms_varlen.errors import VarlenError
+from ms_varlen.errors import RecipeError, VarlenError
 from ms_varlen.train.recipe import load_recipe, recipe_schema
 
 HELP = """Train language models on sequences of very different lengths: look, plan, train, align.
@@ -77,11 +78,22 @@ def main(argv: list[str] | None = None) -> int:
     except (VarlenError, OSError) as error:
         if debug:
             raise
-        people.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        people.print(
+            f"error: {_naming_recipe(error, arguments)}", style="red", markup=False, highlight=False, soft_wrap=True
+        )
         if isinstance(error, VarlenError) and error.code not in (None, "RECIPE"):
             people.print(f"[{error.code}] ms-varlen doctor --explain {error.code}", markup=False, highlight=False)
         return 1
     return 0
+
+
+def _naming_recipe(error: Exception, arguments: list[str]) -> str:
+    """The message; what is found wrong with a recipe long after it was read is told under its file's name, too."""
+    text, nameless = str(error), "recipe: "
+    files = [a for before, a in itertools.pairwise(arguments) if a.endswith((".yaml", ".yml")) and before != "--output"]
+    if isinstance(error, RecipeError) and text.startswith(nameless) and files:
+        return f"{files[0]}: {text.removeprefix(nameless)}"
+    return text
 
 
 def _interrupt(*_: object) -> None:
@@ -240,12 +252,13 @@ def mindformers_recipe_command(
     model_parallel: Annotated[int, typer.Option(min=1, help="Devices that share each layer.")] = 1,
     pipeline_stage: Annotated[int, typer.Option(min=1, help="Groups of layers on devices of their own.")] = 1,
     output: Annotated[Path | None, typer.Option(help="YAML file to write; default: stdout.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file of --output.")] = False,
 ) -> None:
     """Turn a recipe into a YAML for MindFormers' Trainer, with our loader in it."""
     from ms_varlen.bridge.recipes import Devices, write_mindformers_recipe
 
     devices = Devices(data_parallel, model_parallel, pipeline_stage)
-    text = write_mindformers_recipe(load_recipe(recipe, overrides or []), family, devices, output)
+    text = write_mindformers_recipe(load_recipe(recipe, overrides or []), family, devices, output, force)
     print(text if output is None else f"written: {output}", end="\n" if output else "")
 
 

@@ -162,9 +162,13 @@ def align_command(
     loaded = load_recipe(recipe, overrides or [])
     from ms_varlen.diagnose.align import align
     from ms_varlen.diagnose.alignment import save_alignment
+    from ms_varlen.diagnose.folders import folder_fault
     from ms_varlen.diagnose.report import write_align_report
 
     make_output_dir(loaded.checkpoint.output_dir)
+    fault = folder_fault(report.parent) if report is not None else None
+    if fault is not None:
+        raise RecipeError([f"--report: must be in a folder that can be written, got {report} ({fault})"], "align")
     with progress_bars() as bars:
         store, bar = store_bar(bars), bars.add_task("aligning", total=steps)
         result = align(

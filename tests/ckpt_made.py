@@ -60,6 +60,38 @@ def hugging_face_folder(folder, family, tied=False, dtype="float32", shard="5GB"
     return folder
 
 
+def tiny_gguf(file):
+    """TINY as llama.cpp would write it: fp16 matrices, fp32 norms."""
+    import gguf
+
+    parts = {
+        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    }  # fmt: skip
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(TINY.hidden_size)
+    writer.add_block_count(TINY.num_hidden_layers)
+    writer.add_feed_forward_length(TINY.intermediate_size)
+    writer.add_head_count(TINY.num_attention_heads)
+    writer.add_head_count_kv(TINY.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(1e-6)
+    for name, value in random_arrays()[0].items():
+        layer, stem = "", name.removesuffix(".weight")
+        if stem.startswith("model.layers."):
+            _, _, number, stem = stem.split(".", 3)
+            layer = f"blk.{number}."
+        writer.add_tensor(f"{layer}{parts[stem]}.weight", value.astype(np.float16) if value.ndim == 2 else value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
 def random_arrays(config=TINY, step=30, seed=0):
     """Weights, moments and the counter of a decoder."""
     rng = np.random.default_rng(seed)

@@ -20,7 +20,19 @@ from ms_varlen.testing.planted import FAULTS, plant
 from ms_varlen.train.recipe import load_recipe
 
 CHECKED = [fault for fault in FAULTS if fault.found_by == "check"]
-REACHING = [fault for fault in FAULTS if fault.found_by == "align"]
+WORDS = {
+    "attention end three tokens late": "segment 0 ends 3 tokens late",
+    "an end inside the first sample": "a sample is cut in two",
+    "causal mask one too far": "tokens see the next one",
+    "causal mask one short": "tokens do not see themselves",
+    "sliding window": "tokens see the last 8 of their sample alone",
+    "samples see the one before": "tokens see across the boundary",
+    "scores scaled by 1.5": "the scores are 1.5 times what they must be",
+    "another id": "token 5 of the sample must be id",
+    "a target dropped": "token 3 of the sample has no target, must have",
+}
+"""What else the bisection must say of a fault."""
+REACHING = [fault for fault in FAULTS if fault.found_by == "align" and fault.name not in WORDS]
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +80,42 @@ def test_the_first_rung_sample_layer_and_tensor_are_given(recipe):
     assert (found["layer"], found["tensor"], found["code"]) == (0, "attention output", "LEN-WRONG")
     assert found["length"] in found["lengths"]
     assert found["text"].endswith("segment 0 ends a token late")
+
+
+@pytest.mark.parametrize(("name", "words"), WORDS.items(), ids=list(WORDS))
+def test_what_is_wrong_is_said_in_words(recipe, name, words):
+    with plant(name):
+        found = align(load_recipe(recipe, []), 1, lambda *_: None)["bisect"]
+    assert found["code"] == next(fault.code for fault in FAULTS if fault.name == name)
+    assert words in found["text"]
+    assert found["sample"] is not None
+
+
+def test_a_wrong_attention_is_told_from_wrong_lengths_on_the_first_rung(recipe):
+    with plant("scores scaled by 1.5"):
+        wrong_attention = align(load_recipe(recipe, []), 1, lambda *_: None)["bisect"]
+    with plant("attention end three tokens late"):
+        wrong_lengths = align(load_recipe(recipe, []), 1, lambda *_: None)["bisect"]
+    off = "lengths off, one sample in one segment"
+    assert wrong_attention["rungs"] == [{"rung": off, "differs": "forward"}]
+    assert wrong_lengths["rungs"][0] == {"rung": off, "differs": None}
+
+
+def test_the_layout_that_is_wrong_is_named_when_two_are_compared(recipe):
+    with plant("attention end three tokens late"):
+        ours = align(load_recipe(recipe, []), 1, lambda *_: None, against="packed")["bisect"]
+    with plant("another id"):  # in mode varlen alone
+        packed = ["mode=packed", "shapes.kind=static"]
+        other = align(load_recipe(recipe, packed), 1, lambda *_: None, against="varlen")["bisect"]
+    assert ours["code"] == "LEN-WRONG"
+    assert other["code"] == "DATA-TOKENS"
+    assert other["text"].startswith("the recipe's layout agrees with dense rows, --against varlen does not: ")
+
+
+@pytest.mark.parametrize("tolerance", [0.0, -1.0, float("nan")])
+def test_a_tolerance_that_nothing_meets_is_refused(recipe, tolerance):
+    with pytest.raises(RecipeError, match="--tolerance: must be > 0, got"):
+        align(load_recipe(recipe, []), 1, lambda *_: None, tolerance=tolerance)
 
 
 def test_random_mutations_that_nobody_finds_are_explained(recipe):

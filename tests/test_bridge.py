@@ -12,7 +12,7 @@ from ms_varlen.bridge.checks import config_faults, dynamic_length
 from ms_varlen.bridge.config import PACKED_COLUMNS, check_columns, read_loader_config
 from ms_varlen.bridge.feed import Feed, open_feed, packed_row, padded_row, remembered_feed
 from ms_varlen.bridge.loader import VarlenDataLoader
-from ms_varlen.bridge.recipes import Devices, mindformers_config, mindformers_yaml
+from ms_varlen.bridge.recipes import Devices, mindformers_config, mindformers_yaml, write_mindformers_recipe
 from ms_varlen.bridge.run import check_file, main
 from ms_varlen.bridge.saved import check_plan, saved_plan_state
 from ms_varlen.data.layouts import lay_out
@@ -210,6 +210,27 @@ def changed(config: dict, path: str, value) -> dict:
         ("parallel.dataset_strategy", [[1, 1]] * 4, "dataset_strategy: must be [1, 1] for each of 5 columns"),
         ("runner_config.gradient_accumulation_steps", 2, "must be 1 outside of semi-automatic parallel, got 2"),
         ("micro_batch_interleave_num", 2, "micro_batch_interleave_num: must be 1 in mode packed, got 2"),
+        ("runner_config.epochs", 0, "runner_config.epochs: must be 1, got 0"),
+        ("train_dataset.repeat", 2, "train_dataset.repeat: must be 1, got 2"),
+        ("model.model_config.vocab_size", 257, "vocab_size: must be >= 258, the ids of the tokenizer, got 257"),
+        ("model.model_config.use_ring_attention", True, "use_ring_attention: must be False in mode packed"),
+        ("model.model_config.model_type", "llama", "model_type: must be qwen3 with architectures Qwen3ForCausalLM"),
+        ("parallel_config.context_parallel", 2, "context_parallel: must be 1 in mode packed, got 2"),
+        ("lr_schedule.total_steps", 5, "total_steps: must equal train_dataset.data_loader.steps (20), got 5"),
+        ("train_dataset_task", None, "train_dataset_task.type: must be CausalLanguageModelDataset"),
+        ("train_dataset_task", {"type": "KeyWordGenDataset"}, "got KeyWordGenDataset; set train_dataset_task"),
+        ("callbacks", [{"type": "MFLossMonitor"}], "callbacks: must have a VarlenMonitor, found none"),
+        ("train_dataset.data_loader.data.tokenizer", "none.json", "train_dataset.data_loader.data.tokenizer: must be"),
+        # Of another type than can be looked at.
+        ("model.model_config.seq_length", "4096", 'seq_length: must be a whole number, without quotes, got "4096"'),
+        ("runner_config.batch_size", True, "runner_config.batch_size: must be a whole number"),
+        ("model.model_config.use_eod_reset", "True", "use_eod_reset: must be True or False, without quotes"),
+        ("train_dataset.data_loader", "VarlenDataLoader", "train_dataset.data_loader: must be a section"),
+        ("train_dataset.input_columns", "input_ids", "train_dataset.input_columns: must be a list of column names"),
+        ("parallel", [1], "parallel: must be a section of keys and values, got [1]"),
+        ("parallel.dataset_strategy", [1, 1], "dataset_strategy: must be [1, 1] for each of 5 columns, got [1, 1]"),
+        ("callbacks", ["VarlenMonitor"], "callbacks: must be a list of sections, each with a type"),
+        ("context", "CPU", "context: must be a section"),
     ],
 )
 def test_wrong_settings_of_mindformers_are_refused_with_the_key_to_set(path, value, message):
@@ -227,6 +248,50 @@ def test_a_full_batch_strategy_over_several_ranks_is_refused():
     assert [fault.split(":")[0] for fault in faults] == ["parallel.dataset_strategy"]
 
 
+def test_a_full_batch_switch_over_several_ranks_is_refused():
+    config = changed(ready_config("qwen3_cpu.yaml"), "parallel_config.data_parallel", 2)
+    assert config_faults(config) == []
+    faults = config_faults(changed(config, "parallel.full_batch", True))
+    assert len(faults) == 1
+    assert "parallel.full_batch: must be False in mode packed with data_parallel > 1, got True" in faults[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("model.model_config.max_position_embeddings", 64),  # rotary angles need no table
+        ("model.model_config.is_dynamic", True),
+        ("model.model_config.use_attn_mask_compression", True),
+        (
+            "train_dataset_task.dataset_config",
+            {"data_loader": {"type": "MindDataset"}},
+        ),  # train_dataset takes its place
+        ("lr_schedule.total_steps", -1),
+        ("context", None),
+    ],
+)
+def test_settings_that_change_nothing_are_let_be(path, value):
+    assert config_faults(changed(ready_config("qwen3_cpu.yaml"), path, value)) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"- 1", b"text", b"1: {}", b"\xff\xfe\x00", b"a: 2020-13-45", b"a: [", b"{}"])
+def test_a_file_of_anything_is_refused_with_faults(tmp_path, content):
+    (tmp_path / "any.yaml").write_bytes(content)
+    with pytest.raises(RecipeError, match=r"any.yaml: 1 fault\n  (file|train_dataset.data_loader.type): must be"):
+        check_file(tmp_path / "any.yaml")
+
+
+def test_a_made_file_is_overwritten_only_by_force(tmp_path):
+    recipe = load_recipe(ROOT / "recipes" / "packed.yaml", NO_EVALUATION)
+    text = write_mindformers_recipe(recipe, "llama", Devices(), tmp_path / "made.yaml")
+    (tmp_path / "made.yaml").write_text("filled in by hand")
+    with pytest.raises(RecipeError, match=r"--output: must be a new file, .* exists already; .* with --force"):
+        write_mindformers_recipe(recipe, "llama", Devices(), tmp_path / "made.yaml")
+    assert (tmp_path / "made.yaml").read_text() == "filled in by hand"
+    write_mindformers_recipe(recipe, "llama", Devices(), tmp_path / "made.yaml", force=True)
+    assert (tmp_path / "made.yaml").read_text() == text
+
+
 def dynamic_config() -> dict:
     overrides = ["batch.pad_to=batch", "shapes.kind=range", "device.target=CPU", *NO_EVALUATION]
     return mindformers_config(load_recipe(ROOT / "recipes" / "padded.yaml", overrides), "llama", Devices())
@@ -242,6 +307,11 @@ def dynamic_config() -> dict:
         ),
         ("model.model_config.is_dynamic", False, "is_dynamic: must be True with pad_to batch"),
         ("model.model_config.seq_length", 2048, "seq_length: must be >= 2049, what dynamic_batch pads 2048 tokens to"),
+        (
+            "model.model_config.max_position_embedding",
+            64,
+            "max_position_embedding: must be >= model.model_config.seq_length",
+        ),
         ("train_dataset.remainder", 0, "remainder: must be >= 1 with dynamic_batch, got 0"),
         ("train_dataset.pad_token_id", [0, -100], "pad_token_id: must give one value for each of"),
         ("train_dataset.dynamic_batch", False, "dynamic_batch: must be True with data_loader.mode padded"),
@@ -343,7 +413,11 @@ def test_steps_go_on_over_epochs_with_other_orders(corpus):
 
 def write_run(folder: Path, feed: Feed, steps: int) -> None:
     """The files that the monitor leaves."""
-    plan = {"plan_fingerprint": feed.workload.plans.fingerprint, "settings": feed.plan_state(0)["settings"]}
+    plan = {
+        "plan_fingerprint": feed.workload.plans.fingerprint,
+        "data_fingerprint": feed.workload.store.fingerprint,
+        "settings": feed.plan_state(0)["settings"],
+    }
     (folder / "plan.json").write_text(json.dumps(plan))
     lines = [{"step": step, "place": vars(feed.place(step))} for step in range(1, steps + 1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -363,11 +437,14 @@ def test_a_step_count_of_mindformers_is_a_place_in_our_plan(corpus, tmp_path):
 def test_going_on_with_another_plan_is_refused(corpus, tmp_path):
     feed, other = (open_feed(packed_keys(corpus, seed=seed), PACKED_COLUMNS) for seed in (0, 1))
     write_run(tmp_path, feed, 1)
-    check_plan(tmp_path, feed.workload.plans.fingerprint)
+    data = feed.workload.store.fingerprint
+    check_plan(tmp_path, feed.workload.plans.fingerprint, data)
     with pytest.raises(CheckpointError, match="corpus, seed, batch or ranks changed"):
-        check_plan(tmp_path, other.workload.plans.fingerprint)
+        check_plan(tmp_path, other.workload.plans.fingerprint, data)
+    with pytest.raises(CheckpointError, match=r"data.source .*plan.json .*begin anew without load_checkpoint"):
+        check_plan(tmp_path, feed.workload.plans.fingerprint, "0" * 32)
     with pytest.raises(CheckpointError, match="must be there to go on from a step of MindFormers"):
-        check_plan(tmp_path / "nowhere", "")
+        check_plan(tmp_path / "nowhere", "", "")
 
 
 def test_figures_count_all_ranks(corpus):

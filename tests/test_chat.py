@@ -197,12 +197,62 @@ def test_a_template_that_moves_things_around_is_refused(turns):
 def test_what_a_template_says_against_a_chat_is_passed_on():
     strict = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('A user must begin') }}{% endif %}" + CHATML
     assert said(strict, chat("uHi")) == "<|im_start|>user\nHi<|im_end|>\n"
-    with pytest.raises(DataError, match=r"template, which says A user must begin, in c.jsonl line 3; mend the record"):
+    with pytest.raises(
+        DataError, match=r"template, which says TemplateError: A user must begin, in c.jsonl line 3; mend the record"
+    ):
         said(strict, chat("sHi"))
     with pytest.raises(DataError, match=r"template, which says .* has no attribute 'name', in c.jsonl line 3"):
         said("{{ messages[0].name + '' }}", chat("uHi"))
-    with pytest.raises(DataError, match=r"template, which says access to attribute '__class__'"):
+    with pytest.raises(DataError, match=r"template, which says SecurityError: access to attribute '__class__'"):
         said("{{ messages.__class__.__mro__ }}", chat("uHi"))
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
+        ("{% for i in range(10000000) %}{% endfor %}", "OverflowError: Range too big.*"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "RecursionError: maximum recursion .*"),
+        ("{{ messages[0].content.split('') }}", "ValueError: empty separator"),
+        ("{{ messages[0]['content'] + 1 }}", "TypeError: .*"),
+        ("{% if %}", "TemplateSyntaxError: .*"),
+    ],
+)
+def test_whatever_a_template_raises_names_the_record(source, found):
+    with pytest.raises(DataError, match=rf"which says {found}, in c.jsonl line 3; mend the record or the") as raised:
+        said(source, chat("uHi"))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_chat_may_begin_with_the_assistant():
+    begun = chat("aHello", "uBye", "aSo long")
+    rest = "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"
+    assert said(CHATML, begun) == f"<|im_start|>assistant\n[Hello<|im_end|>\n]{rest}[So long<|im_end|>\n]"
+    assert said(QWEN, begun) == (
+        f"<|im_start|>assistant\n[Hello<|im_end|>\n]{rest}[<think>\n\n</think>\n\nSo long<|im_end|>\n]"
+    )
+    assert said(QWEN, begun[:1]) == "<|im_start|>assistant\n[<think>\n\n</think>\n\nHello<|im_end|>\n]"
+    header = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    assert said(LLAMA3, begun[:1], bos_token="<|begin|>") == f"<|begin|>{header}[Hello<|eot_id|>]"
+    opening = CHATML.replace("assistant\\n' }}{% endif", "assistant\\n<think>\\n' }}{% endif")
+    assert said(opening, begun[:1]) == "<|im_start|>assistant\n[Hello<|im_end|>\n]"
+    silent = "{{ bos_token }}" + CHATML.split("{% if add")[0]
+    assert said(silent, begun[:1], bos_token="<s>") == "<s>[<|im_start|>assistant\nHello<|im_end|>\n]"
+    other = CHATML.replace("assistant\\n' }}{% endif", "bot\\n' }}{% endif")
+    with pytest.raises(DataError, match=r"got the assistant's with another beginning, in c.jsonl line 3; put a user"):
+        said(other, begun)
+
+
+def test_turns_without_loss_are_left_out_of_what_is_marked():
+    begun = chat("uHi", "aHello", "uBye", "aSo long")
+    assert ChatTemplate({"default": CHATML}, {}).conversation(begun, None, "", [1])[1] == [
+        ChatTemplate({"default": CHATML}, {}).conversation(begun, None, "")[1][1]
+    ]
+    text, spans = ChatTemplate({"default": TAGGED}, {}).conversation(begun, None, "", [3])
+    assert [text[start:end] for start, end in spans] == ["Hello<|im_end|>"]
+    twice = TAGGED.replace("{%- endgeneration %}", "{%- endgeneration %}{%- generation %}!{%- endgeneration %}")
+    with pytest.raises(DataError, match=r"got 4 marks for 2 turns, in c.jsonl line 3; remove weight and train from"):
+        ChatTemplate({"default": twice}, {}).conversation(begun, None, "c.jsonl line 3", [3])
 
 
 def test_the_date_does_not_depend_on_the_day():
@@ -211,11 +261,11 @@ def test_the_date_does_not_depend_on_the_day():
 
 def test_several_templates_are_told_by_name():
     both = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
-    template = ChatTemplate(chat_templates(both), {})
+    template = ChatTemplate(chat_templates(both, ""), {})
     assert template.render(chat("uHi")) == "plain"
     assert template.render(chat("uHi"), tools=[{"name": "add"}]) == "with tools"
-    assert ChatTemplate(chat_templates("one"), {}).render([]) == "one"
-    assert chat_templates(None) is chat_templates(both[1:]) is None
+    assert ChatTemplate(chat_templates("one", ""), {}).render([]) == "one"
+    assert chat_templates(None, "") is chat_templates(both[1:], "") is None
 
 
 @pytest.fixture(scope="module")
@@ -277,6 +327,33 @@ def test_a_token_across_the_boundary_is_a_target(folder, tmp_path):
     rust = Tokenizer.from_file(str(folder / "tokenizer.json"))
     document = encoded(tokenizer, {"messages": chat("uHi", "a\n\nHo")})[0]
     assert trained(rust, document).endswith("<|start_header_id|>assistant<|end_header_id|>[\n\n\nHo<|eot_id|>]")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (5, "chat_template must be a string or a list of named ones, got 5"),
+        ([{"template": "a"}], r"chat_template\[0\] must be an object with a name and a template, both strings, got {"),
+        (["a"], r"chat_template\[0\] must be an object with a name and a template, both strings, got 'a'"),
+        ({"default": 3}, "chat_template must be a string or a list of named ones, got {"),
+    ],
+)
+def test_a_wrong_chat_template_is_named(folder, tmp_path, value, message):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"chat_template": value}))
+    for tokenizer in (tmp_path, tmp_path / "tokenizer.json"):
+        with pytest.raises(DataError, match=rf"{message}.*, in .*tokenizer_config.json; mend it"):
+            open_tokenizer(str(tokenizer))
+
+
+def test_a_chat_template_that_is_not_unicode_is_named(folder, tmp_path):
+    with_template(folder, tmp_path, CHATML)
+    (tmp_path / "chat_template.jinja").write_bytes("ü".encode("latin-1"))
+    for tokenizer in (tmp_path, tmp_path / "tokenizer.json"):
+        with pytest.raises(DataError, match=r"a chat template must be UTF-8, .* at 0, in .*chat_template.jinja; save"):
+            open_tokenizer(str(tokenizer))
 
 
 CHATS = [

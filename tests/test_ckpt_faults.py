@@ -17,8 +17,10 @@ from ckpt_tools import tensors as tensors_module
 from ckpt_tools.convert import convert
 from ckpt_tools.new_folder import new_folder as make_folder
 from ms_varlen.checkpoint import store
+from ms_varlen.checkpoint.run_dir import open_run
 from ms_varlen.checkpoint.store import read_manifest, sealed_manifest
 from ms_varlen.errors import CheckpointError
+from ms_varlen.train.recipe import load_recipe
 
 PARAMETER = "model.layers.1.mlp.up_proj.weight"
 
@@ -291,6 +293,51 @@ def test_two_writers_of_one_destination_do_not_meet(padded, tmp_path):
         make_folder(tmp_path / "new", padded, 0),
     ):
         raise AssertionError("not reached")
+
+
+def test_leftovers_of_killed_commands_are_removed_and_others_work_stays(padded, tmp_path, capsys):
+    leftover = tmp_path / ".ckpt-tools-killed"
+    (leftover / "step_00000030").mkdir(parents=True)
+    (leftover / "step_00000030" / "model.safetensors").write_bytes(b"half")
+    with make_folder(tmp_path / "busy", padded, 0) as hidden:
+        (hidden / "written").touch()
+        assert run(capsys, "convert", "--to", "varlen", padded, tmp_path / "new")[0] == 0
+        assert not leftover.exists()
+        assert (hidden / "written").exists()
+    assert (tmp_path / "busy" / "written").exists()
+
+
+@pytest.mark.parametrize("line", ['{"step": 1}', '{"step": 1, "tokens_real": "40", "segments": 4}', "[1]"])
+def test_metrics_line_without_lengths_is_named(padded, tmp_path, capsys, line):
+    metrics = padded.parent / "metrics.jsonl"
+    metrics.write_text(line + "\n" + metrics.read_text())
+    status, _, error = run(capsys, "convert", "--to", "varlen", padded, tmp_path / "new")
+    assert status == 1
+    assert "metrics.jsonl line 1 must have the numbers tokens_real and segments, found" in error
+    assert "give a recipe of the new mode with --recipe" in error
+
+
+@pytest.mark.parametrize("name", ["varlen", "varlen-3", "converted"])
+def test_training_goes_on_in_the_new_folder_or_beside_it(padded, tmp_path, capsys, name):
+    new = tmp_path / "elsewhere" / name
+    status, said, error = run(capsys, "convert", "--to", "varlen", padded, new, "--json")
+    assert status == 0, error
+    recipe = load_recipe(new / "recipe.yaml", [f"checkpoint.resume={new / 'step_00000030'}"])
+    assert recipe.checkpoint.output_dir == tmp_path / "elsewhere"
+    with open_run(recipe.checkpoint, recipe.mode, recipe.resolved()) as opened:
+        assert str(opened.folder) == said["goes_on_in"]
+    assert said["goes_on_in"] == str(new if name != "converted" else tmp_path / "elsewhere" / "varlen")
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda p: p.unlink(), lambda p: p.write_bytes(p.read_bytes()[:-5]), lambda p: p.write_text("{}")]
+)
+def test_damaged_manifest_says_what_to_do(padded, tmp_path, capsys, damage):
+    older = shutil.copytree(padded, padded.parent / "step_00000020")
+    damage(padded / "manifest.json")
+    status, said, _ = run(capsys, "inspect", padded, "--json")
+    assert status == 1
+    assert said["faults"][0].endswith(f"; take another copy of the checkpoint, or use the one before it, {older}")
 
 
 def test_interrupt_leaves_nothing(padded, tmp_path):

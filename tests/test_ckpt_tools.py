@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 import yaml
-from ckpt_made import TINY, contents, hugging_face_folder, random_arrays, run, saved_step, tensors
+from ckpt_made import TINY, contents, hugging_face_folder, random_arrays, run, saved_step, tensors, tiny_gguf
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
@@ -155,8 +155,12 @@ def test_verify_compares_values_of_other_dtypes_and_kinds(tmp_path, capsys):
     run(capsys, "export-hf", a, tmp_path / "fp32")
     run(capsys, "export-hf", a, tmp_path / "bf16", "--dtype", "bf16")
     status, said, _ = run(capsys, "verify", a, tmp_path / "fp32", "--json")
-    assert (status, said["differences"], said["optimizer_only_in"]) == (0, [], "a")
-    status, said, _ = run(capsys, "verify", a, tmp_path / "bf16", "--json")
+    assert (status, said["differences"], said["optimizer_only_in"], said["equal"]) == (1, [], "a", False)
+    status, _, error = run(capsys, "verify", tmp_path / "fp32", a)
+    assert (status, "only B has optimizer moments; --weights-only leaves them out" in error) == (1, True)
+    status, said, _ = run(capsys, "verify", a, tmp_path / "fp32", "--json", "--weights-only")
+    assert (status, said["differences"], said["optimizer_only_in"], said["equal"]) == (0, [], None, True)
+    status, said, _ = run(capsys, "verify", a, tmp_path / "bf16", "--json", "--weights-only")
     assert status == 1
     assert {(row["a"][:3], row["b"][:4]) for row in said["differences"]} == {("F32", "BF16")}
     assert 0 < max(row["max_abs_diff"] for row in said["differences"]) < 0.01
@@ -176,6 +180,8 @@ def test_difference_of_numbers_infinities_and_nan():
 def test_verify_says_what_is_missing(tmp_path, capsys):
     a = saved_step(tmp_path / "a")
     b = saved_step(tmp_path / "b", TINY.model_copy(update={"num_hidden_layers": 1, "intermediate_size": 8}))
+    with pytest.raises(CheckpointError, match=r"\(42 of 42 parameters differ: .*, \.\.\.\); use the model.config"):
+        load_checkpoint(a, "padded", {f"other.{name}": shape for name, shape in list(TINY.parameter_shapes().items())})
     status, said, _ = run(capsys, "verify", a, b, "--json")
     rows = {row["name"]: row for row in said["differences"]}
     assert (status, said["equal"]) == (1, False)
@@ -200,6 +206,43 @@ def test_inspect_tells_what_a_path_is(tmp_path, capsys):
     (tmp_path / "plain.safetensors").write_bytes((step / "model.safetensors").read_bytes())
     status, said, _ = run(capsys, "inspect", tmp_path / "plain.safetensors", "--json")
     assert (status, said["kind"], said["names"], len(said["parameters"])) == (0, "file", "hugging_face", 21)
+
+
+def test_inspect_lists_what_a_gguf_file_holds_and_what_is_wrong_with_it(tmp_path, capsys):
+    file = tiny_gguf(tmp_path / "tiny.gguf")
+    status, said, _ = run(capsys, "inspect", file, "--json")
+    assert (status, said["kind"], said["faults"], said["complete"]) == (0, "gguf", [], True)
+    assert said["model"]["architecture"] == "llama"
+    assert said["parameter_count"] == sum(np.prod(shape) for shape in TINY.parameter_shapes().values())
+    rows = {row["name"]: (row["shape"], row["dtype"], row["bytes"]) for row in said["parameters"]}
+    assert rows.keys() == TINY.parameter_shapes().keys()
+    assert rows["model.embed_tokens.weight"] == ([34, 16], "F16", 34 * 16 * 2)
+    assert rows["model.norm.weight"] == ([16], "F32", 64)
+    whole = file.read_bytes()
+    for content in (b"GGUF", b"GGUF" + np.random.default_rng(0).bytes(300), whole[:40], whole[:2000], whole[:-9]):
+        file.write_bytes(content)
+        status, said, _ = run(capsys, "inspect", file, "--json")
+        assert (status, said["complete"], len(said["faults"])) == (1, False, 1)
+        assert "must be a whole GGUF file, but is cut short or altered" in said["faults"][0]
+
+
+def test_file_that_is_no_gguf_says_so(tmp_path, capsys):
+    (tmp_path / "x.ckpt").write_bytes(b"something")
+    status, _, error = run(capsys, "import-gguf", tmp_path / "x.ckpt", tmp_path / "new")
+    assert status == 1
+    assert "x.ckpt must be a GGUF file, which begins with b'GGUF', found b'some'; `ckpt-tools inspect" in error
+    status, _, error = run(capsys, "import-gguf", tmp_path / "none.gguf", tmp_path / "new")
+    assert (status, "none.gguf must be a GGUF file, found none there; correct the path" in error) == (1, True)
+
+
+def test_step_folder_through_a_link_or_a_dot(tmp_path, capsys, monkeypatch):
+    step = saved_step(tmp_path / "run")
+    (tmp_path / "latest").symlink_to(step)
+    monkeypatch.chdir(step)
+    for path in (tmp_path / "latest", ".", "../step_00000030/"):
+        status, said, error = run(capsys, "inspect", path, "--json")
+        assert (status, said["step"], said["faults"]) == (0, 30, []), error
+        assert run(capsys, "verify", path, step)[0] == 0
 
 
 def test_plain_file_is_exported_with_a_config(tmp_path, capsys):

@@ -203,6 +203,13 @@ def test_control_characters_are_counted_and_dropped_when_asked():
     assert cleaner.examples == {"control": [example]}
 
 
+def test_removed_control_characters_make_neither_a_text_nor_another_one():
+    encoder = RecordEncoder(open_tokenizer("bytes"), "text", "remove")
+    documents = encoder.encode([Record({"text": text}, "", 1.0) for text in ("\0\x7f", "abc", "a\0bc")])
+    _, cleaned = clean(documents, Rules(2, "split", 8, deduplicate=True, control_characters="remove"))
+    assert [entry.reason for entry in cleaned] == ["empty", None, "duplicate"]
+
+
 def numbered(numbers, **changes):
     return [document(3, key=int(number).to_bytes(8, "little"), **changes) for number in numbers]
 

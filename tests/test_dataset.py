@@ -16,9 +16,9 @@ class Exact:
 
 def test_micro_batches_learn_what_the_records_say(tmp_path):  # K06
     records = [
-        {"input_ids": [5, 6, 7], "loss_mask": [0, 0, 1]},
-        {"input_ids": [8, 9], "loss_mask": [0, 1]},
-        {"input_ids": [1, 2, 3]},
+        {"input_ids": [5, 6, 7], "labels": [-100, -100, 7]},
+        {"input_ids": [8, 9], "labels": [-100, 9]},
+        {"input_ids": [1, 2, 3], "labels": [1, 2, 3]},
         {"input_ids": [10, 11, 12, 13], "labels": [-100, -100, -100, 13]},
     ]
     source = Path(tmp_path, "corpus.jsonl")

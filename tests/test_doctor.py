@@ -84,6 +84,36 @@ def test_an_extreme_tail_and_equal_lengths_are_named(tmp_path):
     assert "DATA-TAIL" in result["codes"]
 
 
+def test_documents_that_are_mostly_split_are_named(tmp_path):
+    recipe = write_recipe(tmp_path, [150, 180, 200] * 20)
+    result = examine(recipe, probe=False)
+    assert "DATA-TAIL" in result["codes"]
+    assert "most documents must fit model.seq_length (64)" in str(result["checks"])
+
+
+def test_segments_that_are_reached_before_the_budget_are_named(recipe):
+    result = examine(recipe, ["batch.max_segments=8", "shapes.kind=static"], probe=False)
+    text = next(check["text"] for check in result["checks"] if check["code"] == "PERF-ALIGNMENT")
+    assert "batch.max_segments (8) is reached first; raise batch.max_segments to " in text
+    assert "divisor" not in text
+
+
+def test_an_output_folder_that_cannot_be_made_is_red(recipe):
+    result = examine(recipe, [f"checkpoint.output_dir={recipe.parent}/corpus.jsonl/inside"], probe=False)
+    assert (result["worst"], result["codes"]) == ("red", ["RECIPE"])
+    assert "checkpoint.output_dir must be a folder that can be made and written" in str(result["checks"])
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_the_steps(recipe, tmp_path, capfd):
+    from ms_varlen.cli import main
+
+    page = str(recipe.parent / "corpus.jsonl" / "page.html")
+    arguments = ["align", str(recipe), f"checkpoint.output_dir={tmp_path}", "--steps", "1", "--report", page]
+    assert main(arguments) == 1
+    assert "--report: must be in a folder that can be written" in " ".join(capfd.readouterr().err.split())
+    assert not (tmp_path / "align.json").exists()
+
+
 def test_lengths_in_another_order_than_the_rows_are_found(recipe, monkeypatch):
     place = Layout.place
     monkeypatch.setattr(Layout, "place", lambda self, seq_lens: place(self, np.sort(seq_lens)))
@@ -108,6 +138,10 @@ def test_a_checkpoint_of_another_recipe_is_named(recipe, tmp_path):
     )
     assert "CKPT-MODE" in result["codes"]
     assert "ckpt-tools convert --to padded" in str(result["checks"])
+    (folder / "model.safetensors").unlink()
+    gone = examine(recipe, [f"checkpoint.output_dir={tmp_path}"], probe=False)
+    assert gone["codes"] == ["CKPT-CORRUPT"]
+    assert "model.safetensors is missing; begin anew with checkpoint.resume=never" in str(gone["checks"])
     (folder / "manifest.json").write_text("{}")
     assert "CKPT-CORRUPT" in examine(recipe, [f"checkpoint.output_dir={tmp_path}"], probe=False)["codes"]
 

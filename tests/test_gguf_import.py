@@ -197,7 +197,7 @@ def test_a_tensor_without_a_place_and_a_file_that_is_no_gguf_are_named(tmp_path,
     with pytest.raises(CheckpointError, match=r"tensor rope_freqs.weight has no place in the decoder"):
         open_gguf(path)
     (tmp_path / "other.gguf").write_bytes(b"no GGUF" * 10)
-    with pytest.raises(CheckpointError, match="must be a readable GGUF file"):
+    with pytest.raises(CheckpointError, match="must be a GGUF file, which begins with"):
         open_gguf(tmp_path / "other.gguf")
 
 

@@ -194,6 +194,35 @@ REFUSED = [
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "must be 1, got 0.5"),
     ({"quantization_config": {"bits": 4}}, "quantization_config", 'must be null, got {"bits": 4}'),
     ({"layer_types": ["linear_attention"]}, "layer_types", 'got "linear_attention"'),
+    ({"layer_types": ["full_attention"]}, "layer_types", "for each of the 2 layers (num_hidden_layers), got 1"),
+    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping", "must be null, got 30.0"),
+    ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping", "must be null, got 50.0"),
+    ({"logits_scaling": 8.0}, "logits_scaling", "must be 1, got 8.0"),
+    ({"logit_scale": 0.0625}, "logit_scale", "must be 1, got 0.0625"),
+    ({"residual_multiplier": 0.22}, "residual_multiplier", "must be 1, got 0.22"),
+    ({"embedding_multiplier": 12.0}, "embedding_multiplier", "must be 1, got 12.0"),
+    ({"attention_multiplier": 1.0}, "attention_multiplier", "must be 1 / sqrt(head_dim) (0.25), got 1.0"),
+    ({"attention_chunk_size": 8192}, "attention_chunk_size", "must be null, got 8192"),
+    ({"no_rope_layers": [1, 0]}, "no_rope_layers", "must be 1 for every layer, got [1, 0]"),
+    ({"use_qk_norm": False}, "use_qk_norm", "must be true in a qwen3 model, got false"),
+    ({"model_type": "llama", "use_qk_norm": True}, "use_qk_norm", "must be false in a llama model, got true"),
+    (
+        {"architectures": ["Qwen3ForSequenceClassification"]},
+        "architectures",
+        'must be ["Qwen3ForCausalLM"], got ["Qwen3ForSequenceClassification"]',
+    ),
+    (
+        {"model_type": "llama", "architectures": ["MixtralForCausalLM"]},
+        "architectures",
+        'must be ["LlamaForCausalLM"], got ["MixtralForCausalLM"]',
+    ),
+    ({"auto_map": {"AutoModelForCausalLM": "modeling_x.XForCausalLM"}}, "auto_map", "got AutoModelForCausalLM"),
+    (
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
+        "rope_parameters",
+        "must hold one setting for all layers (no others by kind of layer), got full_attention, sliding_attention",
+    ),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor", "got 0.5"),
     ({"vocab_size": ...}, "vocab_size", "must be in the file of a qwen3 model, got no such key"),
     ({"head_dim": ...}, "head_dim", "must be in the file of a qwen3 model, got no such key"),
     ({"hidden_size": "many"}, "hidden_size", "must be a whole number > 0"),
@@ -208,6 +237,39 @@ def test_what_we_do_not_compute_is_refused_by_name(folder, changes, key, text):
     assert text in fault
     with pytest.raises(RecipeError, match=f"{key.split('.')[0]}"):
         load_config(where)
+
+
+def test_keys_of_other_nets_may_have_the_values_that_change_nothing(folder):
+    neutral = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "auto_map": {"AutoTokenizer": ["tokenization_x.XTokenizer", None]},
+        "final_logit_softcapping": None,
+        "logits_scaling": 1.0,
+        "residual_multiplier": 1.0,
+        "embedding_multiplier": 1,
+        "attention_multiplier": 0.25,  # 1 / sqrt(16)
+        "attention_chunk_size": None,
+        "no_rope_layers": [1, 1],
+        "use_qk_norm": True,
+        "layer_types": ["full_attention", "full_attention"],
+        "partial_rotary_factor": 1.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+    }
+    assert load_config(folder(QWEN3, **neutral)) == load_config(folder(QWEN3))
+
+
+def test_a_wrong_value_is_told_with_rule_and_value_as_a_recipe_tells_it(folder):
+    where = folder(SMALL, model_type="llama", num_key_value_heads=3, hidden_size="64", rms_norm_eps=0)
+    with pytest.raises(RecipeError) as caught:
+        load_config(where)
+    faults = caught.value.faults
+    assert faults == [
+        'hidden_size: must be a whole number > 0, got "64"; change it',
+        "num_key_value_heads: must divide num_attention_heads (4), got 3; each key head serves a whole number of query "
+        "heads",
+        "rms_norm_eps: must be a number > 0, got 0; change it",
+    ]
+    assert [f"model.config.{fault}" for fault in faults] == faults_of(recipe_with(where))
 
 
 def test_all_faults_of_a_file_are_told_at_once_and_with_those_of_the_recipe(folder):

@@ -54,6 +54,25 @@ def test_fp32_is_read_as_it_is_and_may_be_changed(tmp_path):
     assert all(value.flags.writeable for value in actual.values())
 
 
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_a_weight_that_is_no_number_is_refused_by_name_and_file(tmp_path, wrong):
+    tensors = values()
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name][3, 5] = wrong
+    save_file(tensors, tmp_path / "model.safetensors")
+    message = f"model.safetensors: parameter {name} must be finite, the file holds {wrong} at \\[3, 5\\] \\(1 of 96 "
+    with pytest.raises(CheckpointError, match=message):
+        read_all(InitialWeights(tmp_path, CONFIG))
+
+
+def test_a_bfloat16_nan_is_refused_too(tmp_path):
+    tensors = values()
+    tensors["model.norm.weight"][:] = np.nan
+    bf16_file(tmp_path / "model.safetensors", tensors)
+    with pytest.raises(CheckpointError, match=r"model.norm.weight must be finite, .* \(8 of 8 numbers"):
+        read_all(InitialWeights(tmp_path, CONFIG))
+
+
 def test_fp16_is_widened(tmp_path):
     half = {name: value.astype(np.float16) for name, value in values().items()}
     save_file(half, tmp_path / "model.safetensors")

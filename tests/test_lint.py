@@ -1,11 +1,15 @@
 """Every fault that a loader can make is named, and healthy batches of all layouts are silent."""
 
 import json
+import re
+import textwrap
+import types
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lint_cases import CASES
 
 from ms_varlen.data.layouts import IGNORE_INDEX, lay_out
 from ms_varlen.diagnose.lint import lint_batch
@@ -52,6 +56,52 @@ def test_healthy_batches_of_every_layout_are_silent(lengths, kind, tail, ends_wi
     found = lint_batch(lay_out(lens, tokens, PAD), PAD if know_pad else None)
     assert [f for f in found if f.code != "LABEL-NONE"] == []
     assert bool(found) == (max(lengths) == 1)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_batches_of_other_frameworks(name):
+    batch, pad_id, expected = CASES[name]
+    assert codes(batch, pad_id) == expected
+
+
+@given(
+    st.lists(st.integers(2, 8), min_size=1, max_size=5),
+    st.integers(1, 3),
+    st.sampled_from(["shifted", "unshifted", "cut"]),
+    st.sampled_from(["left", "right"]),
+    st.sampled_from(["mask", "lengths", "pad id", "lengths and pad id", "mask, lengths and pad id"]),
+    st.sampled_from([PAD, None]),
+)
+def test_healthy_padded_rows_are_silent(lengths, vocabulary, labelled, side, told, eos):
+    """Few ids, so that tokens repeat; samples may end with the pad id; labels of all three conventions."""
+    rng = np.random.default_rng(sum(lengths))
+    ids, labels, kept = np.full((len(lengths), 10), PAD), np.full((len(lengths), 10), IGNORE_INDEX), []
+    for row, length in enumerate(lengths):
+        text = rng.integers(1, 1 + vocabulary, length + 1)
+        if eos is not None and labelled != "cut":  # cut: the eos that is the last target equals the padding after it
+            text[length - 1] = eos
+        start = 10 - length if side == "left" else 0
+        ids[row, start : start + length] = text[:length]
+        targets = {"cut": text[1:], "unshifted": text[:-1], "shifted": np.append(text[1:-1], IGNORE_INDEX)}
+        labels[row, start : start + length] = targets[labelled]
+        kept.append((np.arange(10) >= start) & (np.arange(10) < start + length))
+    columns = {"input_ids": ids, "labels": labels}
+    if "mask" in told:
+        columns["attention_mask"] = np.array(kept, np.float32)
+    if "lengths" in told:
+        columns["lengths"] = np.array(lengths)
+    assert codes(columns, PAD if "pad id" in told else None) == []
+
+
+@given(st.lists(st.integers(1, 8), min_size=2, max_size=6), st.integers(1, 3), st.booleans(), st.booleans())
+def test_healthy_packs_of_few_ids_are_silent(lengths, vocabulary, shifted, with_ends):
+    ids = np.random.default_rng(sum(lengths)).integers(1, 1 + vocabulary, sum(lengths))
+    ends = np.cumsum(lengths)
+    labels = np.append(ids[1:], 0) if shifted else ids.copy()
+    labels[ends - 1 if shifted else ends - lengths] = IGNORE_INDEX
+    told = {"cu_seqlens": ends} if with_ends else {"position_ids": np.concatenate([np.arange(n) for n in lengths])}
+    if max(lengths) > 1:
+        assert codes({"input_ids": ids, "labels": labels} | told) == []
 
 
 @pytest.mark.parametrize("shift", ["shifted", "unshifted"])
@@ -199,9 +249,45 @@ def test_a_missing_file(tmp_path):
         lint_file(tmp_path / "a.npz")
 
 
-def test_how_has_a_snippet_for_each_framework():
-    assert [name for name in ("MindFormers", "MindSpeed", "transformers") if name in HOW] == [
-        "MindFormers",
-        "MindSpeed",
-        "transformers",
-    ]
+def run_snippet(framework, **names):
+    """Run the code that `--how` prints for a framework."""
+    (code,) = re.findall(rf"^{framework}.*:\n((?:    .+\n)+)", HOW, re.MULTILINE)
+    exec(textwrap.dedent(code), {"numpy": np} | names)
+
+
+def test_the_snippet_for_mindformers_dumps_its_dtypes(tmp_path, monkeypatch):
+    import mindspore.dataset as ds
+
+    batch, _, _ = CASES["packed_rows: a row each, filled"]
+    columns = {name: value.astype(np.int32) for name, value in batch.items()}
+    columns |= {"loss_mask": (columns["labels"] != IGNORE_INDEX).astype(np.int32)}
+    columns |= {"attention_mask": np.ones((2, 1, 64, 64), np.int32)}
+    dataset = ds.NumpySlicesDataset(columns, shuffle=False).batch(2)
+    monkeypatch.chdir(tmp_path)
+    run_snippet("MindFormers", dataset=dataset)
+    result = lint_file(tmp_path / "batches.npz")
+    assert (result["batches"], result["codes"]) == (1, {})
+
+
+def test_the_snippet_for_megatron_dumps_its_dtypes(tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch")
+    text = torch.arange(5, 70)[None]
+    names = {"tokens": text[:, :-1], "labels": text[:, 1:], "position_ids": torch.arange(64)[None]}
+    monkeypatch.chdir(tmp_path)
+    run_snippet("MindSpeed", **names, loss_mask=torch.ones(1, 64), cu_seqlens=None, step=0)
+    assert lint_file(tmp_path / "batches-0.npz")["codes"] == {}
+    ends = torch.tensor([0, 20, 64], dtype=torch.int32)
+    names["position_ids"] = torch.cat([torch.arange(20), torch.arange(44)])[None]
+    run_snippet("MindSpeed", **names, loss_mask=torch.ones(1, 64), cu_seqlens=ends, step=1)
+    assert lint_file(tmp_path / "batches-1.npz")["codes"] == {"LABEL-BOUNDARY": 1}
+
+
+def test_the_snippet_for_transformers_dumps_what_its_collators_make(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_tensors="pt")
+    samples = [{"input_ids": list(range(10, 10 + n)), "labels": list(range(10, 10 + n))} for n in (5, 4, 3)]
+    trainer = types.SimpleNamespace(get_train_dataloader=lambda: [collate(samples), collate(samples[1:])])
+    monkeypatch.chdir(tmp_path)
+    run_snippet("transformers", trainer=trainer)
+    result = lint_file(tmp_path / "batches.npz")
+    assert (result["batches"], result["codes"]) == (2, {})

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ms_varlen.data.chat import ChatTemplate
-from ms_varlen.data.ready_tokens import tokens_of
+from ms_varlen.data.ready_tokens import LOSS_FIELDS, masks_of, tokens_of
 from ms_varlen.data.records import FIELDS, Record, RecordEncoder, find_kind, kind_sentence
 from ms_varlen.data.tokenizers import ByteTokenizer
 from ms_varlen.errors import DataError
@@ -26,7 +26,8 @@ def records(*fields):
 
 
 def encode(kind, *fields, **settings):
-    encoder = RecordEncoder(ChattingBytes() if kind == "messages" else ByteTokenizer(), kind, **settings)
+    tokenizer = ChattingBytes() if kind == "messages" else ByteTokenizer()
+    encoder = RecordEncoder(tokenizer, kind, masks=masks_of(fields[0]), **settings)
     return pickle.loads(pickle.dumps(encoder)).encode(records(*fields))
 
 
@@ -56,7 +57,9 @@ def shown(document):
 )
 def test_the_kind_is_found_by_its_fields(fields, kind):
     assert find_kind(records(fields)[0]) == kind
-    assert set(FIELDS) == {"text", "prompt", "completion", "messages", "input_ids", "labels", "loss_mask", "tools"}
+    texts = ("messages", "input_ids", "prompt", "completion", "text")
+    masks = ("attention_mask", "labels", "loss_mask", "completion_mask", "assistant_masks", "assistant_mask")
+    assert (*texts, *masks, "tools") == FIELDS
 
 
 @pytest.mark.parametrize(("fields", "found"), [({"content": "a", "id": 3}, "fields content, id"), ({}, "no field")])
@@ -111,17 +114,111 @@ def test_chats():
 
 
 def test_ready_tokens():
-    found = encode(
-        "tokens",
-        {"input_ids": [97, 98, 99]},
-        {"input_ids": [97, 98, 99], "labels": [-100, 98, -100]},
-        {"input_ids": [97, 98, 99], "loss_mask": [0, 0, 1], "labels": None},
-        {"input_ids": np.array([97, 98], np.uint16), "loss_mask": np.array([True, False])},
-        {"input_ids": [], "labels": []},
-    )
+    found = [
+        encode("tokens", fields)[0]
+        for fields in (
+            {"input_ids": [97, 98, 99]},
+            {"input_ids": [97, 98, 99], "labels": [-100, 98, -100]},
+            {"input_ids": [97, 98, 99], "loss_mask": [0, 0, 1], "labels": None},
+            {"input_ids": np.array([97, 98], np.uint16), "loss_mask": np.array([True, False])},
+            {"input_ids": [], "labels": []},
+        )
+    ]
     assert [shown(document) for document in found] == ["[abc]", "a[b]c", "ab[c]", "[a]b", ""]
     assert (found[0].supervised, found[0].excerpt, found[4].empty) == (None, "ids 97 98 99", True)
     assert all(document.ids.dtype == np.int32 for document in found)
+
+
+@pytest.mark.parametrize("field", LOSS_FIELDS)
+def test_every_usual_mask_says_where_the_loss_is(field):
+    mask = [-100, -100, 99, 100] if field == "labels" else [0, 0, 1, 1]
+    assert shown(encode("tokens", {"input_ids": [97, 98, 99, 100], field: mask})[0]) == "ab[cd]"
+
+
+def test_padding_is_no_part_of_a_sample():
+    right, left, none, all_of_it = encode(
+        "tokens",
+        {"input_ids": [97, 98, 0, 0], "attention_mask": [1, 1, 0, 0], "labels": [-100, 98, -100, -100]},
+        {"input_ids": [257, 97, 98], "attention_mask": [0, 1, 1], "labels": [257, 97, 98]},
+        {"input_ids": [97, 98], "attention_mask": [1, 1], "labels": [97, 98]},
+        {"input_ids": [97, 98], "attention_mask": [0, 0], "labels": [97, 98]},
+    )
+    assert [shown(document) for document in (right, left, none, all_of_it)] == ["a[b]", "[ab]", "[ab]", ""]
+    assert all_of_it.empty
+    alone = encode("tokens", {"input_ids": [97, 98, 0], "attention_mask": np.array([1, 1, 0])})[0]
+    assert (shown(alone), alone.supervised) == ("[ab]", None)
+    shifted = {"input_ids": [97, 98, 0, 0], "attention_mask": [1, 1, 0, 0], "labels": [98, 99, -100, -100]}
+    assert shown(encode("tokens", shifted, labels_shifted=True)[0]) == "a[bc]"
+
+
+def test_masks_that_agree_are_one():
+    fields = {"input_ids": [97, 98, 99], "labels": [-100, -100, 99], "loss_mask": [1, 0, 1]}
+    assert shown(encode("tokens", fields)[0]) == "ab[c]", "the first token is never a target"
+
+
+@pytest.mark.parametrize("field", ["loss_masks", "special_tokens_mask", "label", "Labels", "loss_weights", "targets"])
+def test_a_field_that_looks_like_a_mask_is_refused_by_name(field):
+    message = rf"a mask or labels beside input_ids must be called .*, got field '{field}', in c.jsonl line 1; rename"
+    with pytest.raises(DataError, match=message):
+        encode("tokens", {"input_ids": [1, 2], field: [0, 1]})
+    assert shown(encode("tokens", {"input_ids": [97], field: None, "loss": 0.5})[0]) == "[a]"
+
+
+@pytest.mark.parametrize("field", ["attention_mask", "labels", "loss_mask"])
+def test_a_mixture_of_records_with_and_without_a_mask_is_refused(field):
+    with_it, without = {"input_ids": [1, 1], field: [1, 1]}, {"input_ids": [1, 1]}
+    for lacking, found in ((without, "none"), ({**without, field: None}, "null")):
+        message = rf"field '{field}' must be there in every record of a source whose first has it, got {found}, in "
+        with pytest.raises(DataError, match=message + r"c.jsonl line 2; a mixture would learn all of this one"):
+            encode("tokens", with_it, lacking)
+        message = rf"field '{field}' must be left out in a source whose first record has none, got one, in c.jsonl "
+        with pytest.raises(DataError, match=message + "line 2; add it to every record"):
+            encode("tokens", lacking, with_it)
+
+
+def test_what_is_used_and_what_is_ignored_is_said():
+    fields = {"input_ids": [1], "labels": None, "completion_mask": [1], "attention_mask": [1], "id": 3}
+    assert kind_sentence("tokens", Record(fields, "a.parquet row 0", 1.0, ("text",)), ByteTokenizer()) == (
+        "records are tokens, found in a.parquet row 0: ready token ids, loss where labels or a mask say so, else on "
+        "every token; loss by completion_mask; fields used: input_ids, attention_mask, completion_mask; ignored: "
+        "labels, id, text; nothing is added to the ids; pad: 257"
+    )
+    assert "; loss on every token; fields used: input_ids; ignored: none; " in kind_sentence(
+        "tokens", records({"input_ids": [1]})[0], ByteTokenizer()
+    )
+
+
+@pytest.mark.parametrize("kind", ["text", "completion", "messages"])
+def test_labels_shifted_is_of_records_with_labels(kind):
+    with pytest.raises(DataError, match=f"data.labels_shifted must be left out for records of kind {kind}, got true; "):
+        encode(kind, {}, labels_shifted=True)
+    with pytest.raises(
+        DataError, match=r"field 'labels' must be there under data.labels_shifted, got none, in c.jsonl"
+    ):
+        encode("tokens", {"input_ids": [1]}, labels_shifted=True)
+
+
+def test_turns_without_weight_are_not_learnt():
+    def chat(first, second):
+        said = [{"role": "assistant", "content": "b"} | first, {"role": "assistant", "content": "c"} | second]
+        return {"messages": [TURN, said[0], TURN, said[1]]}
+
+    found = encode(
+        "messages",
+        chat({"weight": 0}, {"weight": 1}),
+        chat({}, {"train": False}),
+        chat({"train": True, "weight": None}, {"weight": 1.0}),
+        chat({}, {}),
+    )
+    start, middle = "<user>a.<assistant>", "<user>a.<assistant>"
+    assert [shown(document) for document in found] == [
+        f"{start}b.{middle}[c.]",
+        f"{start}[b.]{middle}c.",
+        f"{start}[b.]{middle}[c.]",
+        f"{start}[b.]{middle}[c.]",
+    ]
+    assert found[2].key == found[3].key
+    assert len({document.key for document in found}) == 3, "they teach something else"
 
 
 TURN = {"role": "user", "content": "a"}
@@ -188,7 +285,40 @@ WRONG = [
         {"input_ids": [1, 2], "loss_mask": [0.5, 1]},
         "field 'loss_mask' must be a list of integers, got a list",
     ),
-    ("tokens", {"input_ids": [1], "labels": [1], "loss_mask": [1]}, "must have 'labels' or 'loss_mask', got both"),
+    (
+        "tokens",
+        {"input_ids": [1, 2], "labels": [1, 2], "loss_mask": [1, 0]},
+        "fields that say where the loss is must agree, got others in 'loss_mask' than in 'labels'",
+    ),
+    (
+        "tokens",
+        {"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]},
+        r"attention_mask\[1\] must be 1 between tokens of the sample, got 0",
+    ),
+    ("tokens", {"input_ids": [1, 2], "attention_mask": [1]}, "field 'attention_mask' must be as long as input_ids"),
+    ("tokens", {"input_ids": [1, True, 3]}, "field 'input_ids' must be a list of integers, got a list with bool"),
+    ("tokens", {"input_ids": [1], "labels": [True]}, "field 'labels' must be a list of integers, got a list with bool"),
+    ("tokens", {"input_ids": [2**63 + 5]}, r"input_ids\[0\] must be at most 9223372036854775807, got 92.*813"),
+    (
+        "messages",
+        {"messages": [TURN, {"role": "assistant", "content": "b", "weight": 0.5}]},
+        r"field 'messages\[1\].weight' must be 0 or 1, got 0.5",
+    ),
+    (
+        "messages",
+        {"messages": [TURN, {"role": "assistant", "content": "b", "train": "no"}]},
+        r"field 'messages\[1\].train' must be true or false, got 'no'",
+    ),
+    (
+        "messages",
+        {"messages": [{**TURN, "weight": 1}]},
+        r"field 'messages\[0\].weight' must be left out or 0 in a turn of user, got 1",
+    ),
+    (
+        "messages",
+        {"messages": [{**TURN, "train": True}]},
+        r"field 'messages\[0\].train' must be left out or false in a turn of user, got True",
+    ),
     ("tokens", {"input_ids": [5, 6], "labels": [5, 9]}, r"labels\[1\] must be input_ids\[1\] \(6\) or -100, got 9"),
 ]
 
@@ -199,7 +329,7 @@ def test_a_wrong_record_is_named(kind, fields, message):
         "text": {"text": "a"},
         "completion": {"prompt": "a", "completion": "b"},
         "messages": {"messages": [TURN]},
-        "tokens": {"input_ids": [1]},
+        "tokens": {"input_ids": [1]} | {field: [1] for field in masks_of(fields)},
     }[kind]
     with pytest.raises(DataError, match=f"{message}.*, in c.jsonl line 2; "):
         encode(kind, good, fields)
@@ -278,9 +408,23 @@ def test_keys_tell_what_records_say_and_not_how():
     pairs = encode("completion", {"prompt": "a", "completion": "bc"}, {"prompt": "ab", "completion": "c"})
     assert pairs[0].key != pairs[1].key
     ids = [1, 2]
-    tokens = encode("tokens", {"input_ids": ids}, {"input_ids": ids, "loss_mask": [0, 1]}, {"input_ids": np.array(ids)})
-    assert tokens[0].key == tokens[2].key != tokens[1].key
+    masks = [{}, {"loss_mask": [1, 1]}, {"loss_mask": [0, 1]}, {"labels": ids}, {"loss_mask": [1, 0]}]
+    tokens = [encode("tokens", {"input_ids": ids} | mask)[0] for mask in masks]
+    assert len({document.key for document in tokens[:4]}) == 1, "the first token is never a target"
+    assert tokens[4].key != tokens[0].key
     assert {len(document.key) for document in (*texts, *chats, *pairs, *tokens)} == {8}
+
+
+def test_keys_and_emptiness_are_of_what_is_left_without_control_characters():
+    for policy, same in (("remove", True), ("keep", False)):
+        texts = encode("text", {"text": "a"}, {"text": "a\0"}, {"text": "\0\x7f"}, control_characters=policy)
+        assert (texts[0].key == texts[1].key, texts[2].empty) == (same, same)
+        pairs = [{"prompt": "a", "completion": said} for said in ("b", "b\0", "\0")]
+        pairs = encode("completion", *pairs, control_characters=policy)
+        assert (pairs[0].key == pairs[1].key, pairs[2].empty) == (same, same)
+        chats = [{"messages": [{"role": "user", "content": said}]} for said in ("b", "b\0", "\0")]
+        chats = encode("messages", *chats, control_characters=policy)
+        assert (chats[0].key == chats[1].key, chats[2].empty) == (same, same)
 
 
 def test_chats_need_a_template(tmp_path):

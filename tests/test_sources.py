@@ -165,7 +165,7 @@ def test_fingerprints_are_of_the_content(tmp_path):
     ("line", "message"),
     [
         (b'{"text": "a"', r"a line must be a JSON object, got Expecting .*, in .*c.jsonl line 2; mend"),
-        (b'["a"]', r"a line must be a JSON object, got an array, in .*c.jsonl line 2; write one object a line"),
+        (b'["a"]', r"a line must be a JSON object, got an array, in .*c.jsonl line 2; mend or remove the line"),
         (b"[", r"a line must be a JSON object, got Expecting .*, in .*c.jsonl line 2; write one object a line"),
         (b"3", r"a line must be a JSON object, got int, in .*c.jsonl line 2; mend"),
         (b"[" * 100_000, r"a line must be a JSON object, got .*, in .*c.jsonl line 2"),

@@ -3,6 +3,8 @@ import os
 import re
 import subprocess
 import sys
+import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -11,8 +13,9 @@ from page import Page
 from ms_varlen import DataError, RecipeError
 from ms_varlen.data.config import DataConfig
 from ms_varlen.data.store import prepare_store
-from ms_varlen.diagnose.stats import cpu_body, document_lengths, read_calibration, stats_recipe
+from ms_varlen.diagnose.stats import corpus_stats, cpu_body, document_lengths, read_calibration, stats_recipe
 from ms_varlen.train.recipe import load_recipe
+from ms_varlen.train.workload import prepare
 
 LENGTHS = [5, 40, 7, 64, 65, 130, 20, 300, 12, 9]  # tokens of documents, end-of-text included
 
@@ -255,6 +258,43 @@ def test_one_document_has_stats(tmp_path):
     assert result["documents"]["p99"] == 50
     assert result["advice"]
     assert (tmp_path / "one.html").is_file()
+
+
+def test_removed_documents_are_dropped_samples_in_the_ledger(tmp_path):
+    folder = written_corpus(tmp_path, LENGTHS)  # a limit of 64 tokens drops three
+    (folder / "padded.yaml").write_text(RECIPE.format(folder=folder))
+    overrides = ["data.overlong=drop", "model.seq_length=64", "model.max_position_embeddings=64", "batch.rows=1"]
+    overrides += ["data.eval_fraction=0.0"]
+    workload = prepare(load_recipe(folder / "padded.yaml", overrides))
+    samples, tokens = (workload.ledger(0, 2)[unit].to_dict() for unit in ("samples", "tokens"))
+    zeros = {"skipped": 0, "left_over": 0, "held_out": 0, "cut": 0, "balanced": True}
+    assert samples == {"total": 10, "trained": 2, "pending": 5, "dropped": 3, **zeros}
+    assert (tokens["total"], tokens["dropped"], tokens["balanced"]) == (sum(LENGTHS), 65 + 130 + 300, True)
+
+
+def test_a_vocabulary_that_is_too_small_is_told_under_the_name_of_the_file(corpus):
+    done = ms_varlen(corpus, "plan", corpus / "padded.yaml", "model.config.vocab_size=100")
+    assert done.returncode == 1
+    rule = "model.config.vocab_size must be >= the tokenizer's size (258), got 100"
+    assert f"error: {corpus}/padded.yaml: 1 fault\n  {rule}" in done.stderr
+
+
+@pytest.mark.parametrize("mode", ["padded", "packed"])
+def test_a_limit_far_above_the_longest_document_costs_nothing(tmp_path, mode):
+    folder, most = written_corpus(tmp_path, LENGTHS * 4), 100_000_000
+    overrides = [f"data.store_dir={tmp_path}", f"mode={mode}"]
+    if mode == "padded":
+        overrides += ["batch.rows=4", "batch.token_budget=null", "batch.pad_to=batch", "batch.window=20"]
+        overrides += ["model.variable_seq_lengths=false"]
+    recipe = stats_recipe(str(folder / "corpus.jsonl"), None, most, overrides)
+    begin = time.perf_counter()
+    tracemalloc.start()
+    result = corpus_stats(str(folder / "corpus.jsonl"), recipe)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (result["seq_length"], result["samples"]["max"]) == (most, 300)
+    assert peak < 100e6  # one array of a byte for each length would fill it
+    assert time.perf_counter() - begin < 10
 
 
 def test_a_source_that_is_none_is_an_error_of_one_line(tmp_path):

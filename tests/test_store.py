@@ -451,6 +451,17 @@ def test_nothing_takes_the_place_of_what_cleaning_removed(tmp_path):  # B07
         assert sorted(plan.order.tolist()) == [0, 1]
 
 
+def test_padding_is_in_no_sample(tmp_path):
+    records = [
+        {"input_ids": [5, 6, 0, 0], "attention_mask": [1, 1, 0, 0]},
+        {"input_ids": [0, 7, 8, 9], "attention_mask": [0, 1, 1, 1]},
+        {"input_ids": [0, 0, 5, 6], "attention_mask": [0, 0, 1, 1]},
+    ]
+    store = prepare_store(corpus(tmp_path, records, eval_fraction=0.0, deduplicate=True), 8)
+    assert rows(store.train) == [[5, 6], [7, 8, 9]]
+    assert store.ledgers["train"].documents_duplicate == 1
+
+
 def test_truncated_tails_make_no_samples(tmp_path):  # K03
     config = corpus(tmp_path, ["a" * 12, "b" * 10], overlong="truncate")
     store = prepare_store(config, 10)
@@ -470,9 +481,9 @@ def test_lengths_before_cutting_are_those_of_kept_and_overlong_documents(tmp_pat
 
 def test_what_is_not_to_be_learnt_is_kept_a_bit_a_token(tmp_path):  # K06
     records = [
-        {"input_ids": [5, 6, 7], "loss_mask": [0, 0, 1]},
-        {"input_ids": [8, 9], "loss_mask": [0, 1]},
-        {"input_ids": [1, 2, 3, 4]},
+        {"input_ids": [5, 6, 7], "labels": [-100, -100, 7]},
+        {"input_ids": [8, 9], "labels": [-100, 9]},
+        {"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]},
         {"input_ids": [10, 11, 12, 13, 14, 15, 16], "labels": [-100, 11, -100, 13, -100, -100, 16]},
     ]
     store = prepare_store(corpus(tmp_path, records, eval_fraction=0.0), 5)
@@ -557,7 +568,7 @@ def resealed(content: bytes, **changes) -> bytes:
         (lambda content: content.replace(b'"samples": 7', b'"samples": 6'), "must have the checksum that it states"),
         (lambda content: content[: len(content) // 2], "must be JSON, got"),
         (lambda content: b"[]", "must have the checksum that it states"),
-        (lambda content: resealed(content, format_version=0), "must have format_version 2, got 0"),
+        (lambda content: resealed(content, format_version=0), "must have format_version 3, got 0"),
     ],
 )
 def test_a_damaged_manifest_is_named(tmp_path, damage, message):

@@ -72,6 +72,49 @@ def test_a_saved_data_set_is_read_with_its_order(tmp_path):
     assert open_source(str(tmp_path / "saved")).fingerprint() != before
 
 
+def test_a_saved_data_set_follows_the_types_of_its_columns(tmp_path):
+    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "saved")
+    before = open_source(str(tmp_path / "saved")).fingerprint()
+    about = tmp_path / "saved" / "dataset_info.json"
+    about.write_text(about.read_text().replace('"string"', '"large_string"'))
+    assert open_source(str(tmp_path / "saved")).fingerprint() != before
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("state.json", "[]", "a whole saved data set with an object in state.json, got list"),
+        ("state.json", "{", "a whole saved data set with a state.json of JSON, got Expecting property name"),
+        ("state.json", "{}", "a whole saved data set, got KeyError: "),
+        ("dataset_info.json", "3", "a whole saved data set with an object in dataset_info.json, got int"),
+        (
+            "dataset_info.json",
+            '{"features": {"text": {"_type": "Foo"}}}',
+            "a whole saved data set, got ValueError: .*Foo",
+        ),
+        ("dataset_info.json", '{"features": {"text": 3}}', "a whole saved data set, got "),
+    ],
+)
+def test_a_wrong_description_of_a_saved_data_set_is_named(tmp_path, name, content, message):
+    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "saved")
+    (tmp_path / "saved" / name).write_text(content)
+    with pytest.raises(DataError, match=rf"data.source must be {message}.*, in .*saved; write") as raised:
+        list(open_source(str(tmp_path / "saved")))
+    assert "\n" not in str(raised.value)
+
+
+def test_tables_give_masks_of_every_name_and_tell_the_rest(tmp_path):
+    columns = {name: [[1, 0]] for name in ("input_ids", "attention_mask", "assistant_masks", "loss_masks")}
+    columns |= {"id": [3], "text": ["a"]}
+    datasets.Dataset(pa.table(columns)).save_to_disk(tmp_path / "saved")
+    for source in (parquet(tmp_path / "a.parquet", columns), str(tmp_path / "saved")):
+        (record,) = open_source(source)
+        assert list(record.fields) == ["input_ids", "attention_mask", "assistant_masks", "loss_masks", "text"]
+        assert record.unread == ("id",)
+    (record,) = open_source(parquet(tmp_path / "b.parquet", {"text": ["a"], "label": [1]}))
+    assert (record.fields, record.unread) == ({"text": "a"}, ("label",))
+
+
 def test_all_splits_of_a_saved_data_set_are_refused_by_name(tmp_path):
     one = datasets.Dataset.from_dict({"text": ["a"]})
     datasets.DatasetDict({"train": one, "test": one}).save_to_disk(tmp_path / "saved")

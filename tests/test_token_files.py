@@ -58,7 +58,7 @@ def test_a_megatron_source_follows_both_files(tmp_path):
     [
         ({"version": 2}, r"must be of version 1 with integers as tokens, got version 2 and type 8, in .*a.idx; write"),
         ({"code": 6}, r"got version 1 and type 6, in .*a.idx"),
-        ({"code": 4}, r"a.bin must hold the 12 bytes that a.idx tells of, got 6; copy both"),
+        ({"code": 4}, r"a.bin must hold the 12 bytes that a.idx tells of, each in one sequence, got 6; copy both"),
     ],
 )
 def test_a_wrong_megatron_index_is_named(tmp_path, changes, message):
@@ -75,6 +75,10 @@ def test_a_damaged_megatron_pair_is_named(tmp_path):
         (b"PK" + content[2:], r"a Megatron index must begin with b'MMIDIDX.*, got b'PK.*, in .*a.idx; write"),
         (content[:10], r"a Megatron index must begin"),
         (content[:-8] + struct.pack("<q", 3), r"the documents of a Megatron index must be in order.* in .*a.idx; copy"),
+        (content[:-24] + struct.pack("<3q", 0, 1, 1), r"from sequence 0 to its end, 2, got 0 to 1, in .*a.idx; copy"),
+        (content[:-24] + struct.pack("<3q", 1, 1, 2), r"from sequence 0 to its end, 2, got 1 to 2, in .*a.idx; copy"),
+        (content[:-24] + struct.pack("<3q", 0, 3, 2), r"got 0 to 2 out of order, in .*a.idx; copy"),
+        (content[:34] + struct.pack("<2i", 3, 0) + content[42:], r"a.bin must hold the 6 bytes that a.idx .* got 8"),
     ):
         index.write_bytes(damaged)
         with pytest.raises(DataError, match=message):

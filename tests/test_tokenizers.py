@@ -274,7 +274,17 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "nothing known"}')
     with pytest.raises(
         DataError, match=r"data.tokenizer must be a folder that transformers' AutoTokenizer opens, got .*, in .*; give"
-    ):
+    ) as raised:
+        open_tokenizer(str(tmp_path))
+    assert "albert" not in str(raised.value).lower(), "the list of all that transformers knows"
+
+
+def test_a_folder_with_a_special_token_of_a_wrong_type_is_named(folder, tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"eos_token": {"content": 5}}))
+    with pytest.raises(DataError, match=r"AutoTokenizer opens, got .*eos_token.*, in .*; give"):
         open_tokenizer(str(tmp_path))
 
 

@@ -65,6 +65,56 @@ WRONG = {
         json.dumps(GOOD, indent=1),
         r"a line must be a JSON object, got Expecting value.*, in .*a.json line 1; write one object a line",
     ),
+    "an array of numbers": (
+        "a.json",
+        "[1, 2]\n",
+        r"a line must be a JSON object, got an array, in .*a.json line 1; mend or remove the line",
+    ),
+    "an array that is cut off": (
+        "a.json",
+        "[1, 2\n",
+        r"a line must be a JSON object, got Expecting .*, in .*a.json line 1; mend or remove the line",
+    ),
+    "an array of objects in one line": (
+        "a.json",
+        json.dumps(GOOD),
+        r"a line must be a JSON object, got an array, in .*a.json line 1; write one object a line \(jq -c '.\[\]' does",
+    ),
+    "a pretty-printed object": (
+        "a.json",
+        json.dumps(GOOD[0], indent=1),
+        r"a line must be a JSON object, got .*, in .*a.json line 1; write one object a line \(jq -c \. does\)",
+    ),
+    "a number of many digits": (
+        "a.jsonl",
+        '{"text": "a", "id": ' + "1" * 5000 + "}\n",
+        r"a line must be a JSON object, got an integer of more digits than can be read, in .*a.jsonl line 1; mend",
+    ),
+    "deep nesting": (
+        "a.jsonl",
+        '{"text": "a", "id": ' + "[" * 100_000 + "]" * 100_000 + "}\n",
+        r"a line must be a JSON object, got arrays or objects nested too deeply, in .*a.jsonl line 1; mend",
+    ),
+    "a mask in some records": (
+        "a.jsonl",
+        [{"input_ids": [1, 2], "loss_mask": [0, 1]}, {"input_ids": [1, 2]}],
+        r"field 'loss_mask' must be there in every record of a source whose first has it, got none, .*a.jsonl line 2",
+    ),
+    "Parquet with a mask in some rows": (
+        "a.parquet",
+        {"input_ids": [[1, 2], [1, 2]], "completion_mask": [None, [0, 1]]},
+        r"field 'completion_mask' must be left out in a source whose first record has none.*, in .*a.parquet row 1;",
+    ),
+    "Parquet with a mask of another name": (
+        "a.parquet",
+        {"input_ids": [[1, 2]], "loss_masks": [[0, 1]]},
+        r"a mask or labels beside input_ids must be called .*, got field 'loss_masks', in .*a.parquet row 0; rename",
+    ),
+    "Parquet with unsigned ids": (
+        "a.parquet",
+        {"input_ids": pa.array([[1, 2**63 + 5]], pa.list_(pa.uint64()))},
+        r"input_ids\[1\] must be at most 9223372036854775807, got 9223372036854775813, in .*a.parquet row 0",
+    ),
     "Parquet without the column": (
         "a.parquet",
         {"content": ["a", "b"], "id": [1, 2]},

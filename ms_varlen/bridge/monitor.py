@@ -99,7 +99,7 @@ class VarlenMonitor(Callback):
 
         Raises:
             RecipeError: a setting would train on wrong lengths or labels, or twice on the same samples.
-            CheckpointError: training goes on from a step of another plan.
+            CheckpointError: training goes on from a step of another plan or of other data.
         """
         params, feed = run_context.original_args(), self._feed
         faults = network_faults(feed.config, feed.columns, params.train_network)
@@ -113,7 +113,7 @@ class VarlenMonitor(Callback):
         self._first = self._done = params.train_dataset.get_init_step()
         plans = feed.workload.plans
         if self._first:
-            check_plan(self._folder, plans.fingerprint)
+            check_plan(self._folder, plans.fingerprint, feed.workload.store.fingerprint)
             logger.info(f"varlen: goes on after step {self._first}, place {feed.place(self._first)} of the plan")
         if self._writes:
             self._open_files()

@@ -288,14 +288,22 @@ def _callbacks(recipe: Recipe, family: Family, auto_register: bool) -> list[dict
     return [{"type": "MFLossMonitor"}, monitor, checkpoint]
 
 
-def write_mindformers_recipe(recipe: Recipe, family: str, devices: Devices, output: Path | None) -> str:
+def write_mindformers_recipe(
+    recipe: Recipe, family: str, devices: Devices, output: Path | None, force: bool = False
+) -> str:
     """Make the YAML, and write it where `output` names a file; the text.
 
     Raises:
-        RecipeError: no such family, what `mindformers_config` refuses, or the file cannot be written.
+        RecipeError: no such family, what `mindformers_config` refuses, the file exists and `force` is not given, or it
+            cannot be written.
     """
     if family not in FAMILIES:
         raise RecipeError([f"--family: must be one of {', '.join(FAMILIES)}, got {family}; choose one"], "command line")
+    if output is not None and output.exists() and not force:
+        raise RecipeError(
+            [f"--output: must be a new file, {output} exists already; name another, or overwrite it with --force"],
+            "command line",
+        )
     text = mindformers_yaml(mindformers_config(recipe, FAMILIES[family], devices))
     if output is not None:
         try:

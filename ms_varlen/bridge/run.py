@@ -25,10 +25,10 @@ def check_file(path: str | Path) -> str:
     """
     try:
         config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: no UTF-8, or a date that is none
         raise RecipeError([f"file: must be readable YAML, got {error}; mend it"], str(path)) from error
     refuse(config_faults(config), str(path))
-    return config.get("context", {}).get("device_target", "Ascend")
+    return (config.get("context") or {}).get("device_target") or "Ascend"
 
 
 def train(path: str | Path) -> None:

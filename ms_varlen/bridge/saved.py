@@ -8,28 +8,32 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ms_varlen.checkpoint.same_data import check_data
 from ms_varlen.errors import CheckpointError
 
 PLAN_FILE = "plan.json"
 METRICS_FILE = "metrics.jsonl"
 
 
-def check_plan(folder: Path, fingerprint: str) -> None:
-    """Refuse to go on with another plan than the one that the steps so far were trained by.
+def check_plan(folder: Path, fingerprint: str, data_fingerprint: str) -> None:
+    """Refuse to go on with another plan or other data than those that the steps so far were trained by.
 
     Args:
         folder: the monitor's output folder.
         fingerprint: of the plan in use.
+        data_fingerprint: of the token store in use.
     Raises:
         CheckpointError: they differ, or `plan.json` is not there.
     """
-    found = _read_plan(folder)["plan_fingerprint"]
+    plan = _read_plan(folder)
+    found = plan["plan_fingerprint"]
     if found != fingerprint:
         raise CheckpointError(
             f"the plan must be that of {folder / PLAN_FILE} ({found}), got {fingerprint}: corpus, seed, batch or ranks "
             "changed, so a step count says nothing about the samples; set back what changed, or begin anew without "
             "load_checkpoint"
         )
+    check_data(folder / PLAN_FILE, plan, data_fingerprint, "begin anew without load_checkpoint")
 
 
 def _read_plan(folder: Path) -> dict[str, Any]:

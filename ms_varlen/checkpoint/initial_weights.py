@@ -49,7 +49,7 @@ class InitialWeights:
             name: its Hugging Face name.
             shape: of the parameter that it is for.
         Raises:
-            CheckpointError: a checkpoint's tensor is not as its manifest says.
+            CheckpointError: a checkpoint's tensor is not as its manifest says, or a weight is NaN or infinite.
         """
         value = self._tensors.read(name)
         assert value.shape == tuple(shape), f"{name}: the constructor compared with DecoderConfig.parameter_shapes"
@@ -59,8 +59,19 @@ class InitialWeights:
                 f"{self._tensors.files[name]} is altered: the checksum of parameter {name} does not fit; "
                 "begin from another checkpoint"
             )
+        self._check_finite(name, value)
         self._digests[name] = digest
         return value
+
+    def _check_finite(self, name: str, value: np.ndarray) -> None:
+        if np.isfinite([value.min(), value.max()]).all():  # a NaN is both; needs no array of its own
+            return
+        places = np.argwhere(~np.isfinite(value))
+        first = places[0].tolist()
+        raise CheckpointError(
+            f"{self._tensors.files[name]}: parameter {name} must be finite, the file holds {value[tuple(first)]} at "
+            f"{first} ({len(places)} of {value.size} numbers are NaN or infinite); begin from other weights"
+        )
 
     def record(self) -> dict[str, str]:
         """Where the weights came from, and a hash of those that were read: the same for the same fp32 numbers, however

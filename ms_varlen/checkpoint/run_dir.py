@@ -11,10 +11,10 @@
   folder is one of this `output_dir` and mode; else in a new numbered folder that begins with it (hard links, or copies
   on another disk) and with the metrics up to its step. So newer checkpoints and other folders stay as they are.
 
-To go on, the recipe must be the one in `recipe.yaml` beside the checkpoint, but for `MAY_CHANGE` and for what decides
-the plan (`is_planned`): then the rest of the epoch is planned anew. One process at a time
-writes a run folder: an flock on its `.lock`, which the system releases when the process ends, however it ends (a child
-that was forked without exec shares it). With several ranks, one of them opens the run and the others follow.
+To go on, the data must be the same (`same_data`) and the recipe the one in `recipe.yaml` beside the checkpoint, but for
+`MAY_CHANGE` and for what decides the plan (`is_planned`): then the rest of the epoch is planned anew. One process at a
+time writes a run folder: an flock on its `.lock`, which the system releases when the process ends, however it ends (a
+child that was forked without exec shares it). With several ranks, one of them opens the run and the others follow.
 """
 
 import contextlib
@@ -32,6 +32,7 @@ from typing import IO, Any
 import yaml
 
 from ms_varlen.checkpoint.config import CheckpointConfig
+from ms_varlen.checkpoint.same_data import check_data
 from ms_varlen.checkpoint.store import (
     Checkpoint,
     CorruptCheckpointError,
@@ -59,7 +60,7 @@ MAY_CHANGE = frozenset(
         "train.max_bad_steps",
         "checkpoint.output_dir",  # says where the run lies; it is there
         "data.workers",
-        "data.store_dir",  # says where the samples lie; the plan's fingerprint says whether they are the same
+        "data.store_dir",  # says where the samples lie; see `_BY_CONTENT`
         "checkpoint.every",
         "checkpoint.keep",
         "checkpoint.on_save_error",
@@ -74,6 +75,9 @@ MAY_CHANGE = frozenset(
 )
 """Recipe keys that may differ between a run and its continuation, to no effect on what is left to do."""
 
+_BY_CONTENT = frozenset({"data.source", "data.validation_source", "data.tokenizer"})
+"""Keys that may name another place of the same content: `check_data` compares that."""
+
 _PLANNED_SECTIONS = ("batch.", "shapes.")
 _PLANNED_KEYS = frozenset({"mode", "model.variable_seq_lengths"})  # the checkpoint's manifest decides on the mode
 
@@ -84,6 +88,8 @@ def is_planned(key: str) -> bool:
 
 
 Shapes = Mapping[str, tuple[int, ...]]
+Expected = tuple[Shapes | None, str | None]
+"""Of a checkpoint: the shapes of its parameters, and the fingerprint of its data; see `open_run`."""
 
 
 @dataclass
@@ -126,7 +132,11 @@ def run_folders(output_dir: Path, mode: str) -> list[Path]:
 
 
 def open_run(
-    config: CheckpointConfig, mode: str, resolved_recipe: Mapping[str, Any], expected_shapes: Shapes | None = None
+    config: CheckpointConfig,
+    mode: str,
+    resolved_recipe: Mapping[str, Any],
+    expected_shapes: Shapes | None = None,
+    data_fingerprint: str | None = None,
 ) -> Run:
     """The folder to write to, locked, and the checkpoint to go on from, loaded and verified.
 
@@ -135,12 +145,15 @@ def open_run(
         mode: the recipe's mode.
         resolved_recipe: the whole recipe as plain values (`model_dump(mode="json")`); `train.steps` is read.
         expected_shapes: the model's parameters, name -> shape; None takes the checkpoint's.
+        data_fingerprint: of the token store in use; None takes the checkpoint's.
     Raises:
-        CheckpointError: another process writes there, a recipe key changed, the checkpoint is corrupt, of another mode
-            or of another model, or is beyond `train.steps`. Nothing was changed then, leftovers of a kill apart.
+        CheckpointError: another process writes there, a recipe key changed, the checkpoint is corrupt, of another mode,
+            of another model or of other data, or is beyond `train.steps`. Nothing was changed then, leftovers of a kill
+            apart.
     """
     # As it will be read back, so that a tuple of the caller is no change.
     recipe = yaml.safe_load(yaml.safe_dump(dict(resolved_recipe)))
+    expected = (expected_shapes, data_fingerprint)
     with _opening(config.output_dir):
         runs = run_folders(config.output_dir, mode)
         if isinstance(config.resume, Path):
@@ -151,11 +164,11 @@ def open_run(
             check_mode(config.resume, manifest, mode)
             home = config.resume.resolve().parent
             if home in [folder.resolve() for folder in runs] and list_checkpoints(home)[-1].name == config.resume.name:
-                return _go_on(home, mode, recipe, expected_shapes)
-            checkpoint, replanned = _load(config.resume.resolve(), mode, recipe, expected_shapes)
+                return _go_on(home, mode, recipe, expected)
+            checkpoint, replanned = _load(config.resume.resolve(), mode, recipe, expected)
             return _begin(_next_folder(config.output_dir, mode, runs), recipe, checkpoint, replanned)
         if config.resume == "auto" and runs:
-            return _go_on(runs[-1], mode, recipe, expected_shapes)
+            return _go_on(runs[-1], mode, recipe, expected)
         return _begin(_next_folder(config.output_dir, mode, runs), recipe, None, [])
 
 
@@ -188,7 +201,7 @@ def cut_metrics(path: Path, step: int) -> None:
 
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Dotted keys outside `MAY_CHANGE` that differ between two recipes, each as "key: was 1, is 2".
+    """Dotted keys outside `MAY_CHANGE` and `_BY_CONTENT` that differ between two recipes, each as "key: was 1, is 2".
 
     Returns:
         those that a continuation must not change, and those for which the rest of the epoch is planned anew.
@@ -200,7 +213,7 @@ def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[s
 
     refused: list[str] = []
     replanned: list[str] = []
-    for key in sorted((before.keys() | after.keys()) - MAY_CHANGE):
+    for key in sorted((before.keys() | after.keys()) - MAY_CHANGE - _BY_CONTENT):
         if key not in before or key not in after or before[key] != after[key]:
             (replanned if is_planned(key) else refused).append(f"{key}: was {say(before, key)}, is {say(after, key)}")
     return refused, replanned
@@ -313,14 +326,14 @@ def _link_folder(source: Path, target: Path) -> None:
     fsync(target)
 
 
-def _go_on(folder: Path, mode: str, recipe: dict[str, Any], expected_shapes: Shapes | None) -> Run:
+def _go_on(folder: Path, mode: str, recipe: dict[str, Any], expected: Expected) -> Run:
     with contextlib.ExitStack() as stack:
         lock = stack.enter_context(_lock(folder))
         remove_leftovers(folder)
         checkpoints = list_checkpoints(folder)
         checkpoint, replanned = None, list[str]()
         if checkpoints:
-            checkpoint, replanned = _load(checkpoints[-1], mode, recipe, expected_shapes)
+            checkpoint, replanned = _load(checkpoints[-1], mode, recipe, expected)
             cut_metrics(folder / METRICS_FILE, checkpoint.step)
         else:
             (folder / METRICS_FILE).unlink(missing_ok=True)
@@ -330,9 +343,7 @@ def _go_on(folder: Path, mode: str, recipe: dict[str, Any], expected_shapes: Sha
     return Run(folder, checkpoint, lock, replanned)
 
 
-def _load(
-    path: Path, mode: str, recipe: dict[str, Any], expected_shapes: Shapes | None
-) -> tuple[Checkpoint, list[str]]:
+def _load(path: Path, mode: str, recipe: dict[str, Any], expected: Expected) -> tuple[Checkpoint, list[str]]:
     """Load a checkpoint that the recipe may go on from; one that is corrupt is never passed over silently."""
     replanned = _check_recipe(path.parent / RECIPE_FILE, recipe)
     if recipe["train"]["steps"] < step_of(path):
@@ -340,10 +351,14 @@ def _load(
             f"train.steps must be >= {step_of(path)}, the step of {path}, got {recipe['train']['steps']}; "
             "raise it, or begin anew with checkpoint.resume=never"
         )
+    shapes, data_fingerprint = expected
     try:
-        return load_checkpoint(path, mode, expected_shapes), replanned
+        checkpoint = load_checkpoint(path, mode, shapes)
     except CorruptCheckpointError as error:
         raise _with_way_out(path, error) from error
+    if data_fingerprint is not None:
+        check_data(path, checkpoint.manifest, data_fingerprint)
+    return checkpoint, replanned
 
 
 def _with_way_out(path: Path, error: CorruptCheckpointError) -> CorruptCheckpointError:

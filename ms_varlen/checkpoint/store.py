@@ -282,8 +282,14 @@ def _compare(found: Spec, expected: Spec, where: str, who: str, advice: str) -> 
         name = wrong[0]
         raise CheckpointError(
             f"{where}: parameter {name} must be {say(expected.get(name))} for this model, {who} {say(found.get(name))} "
-            f"({len(wrong)} of {len(expected)} parameters differ); {advice}"
+            f"({_differing(wrong, found, expected)}); {advice}"
         )
+
+
+def _differing(wrong: list[str], found: Spec, expected: Spec) -> str:
+    """How many parameters of both sides differ, and the first of them by name."""
+    named = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
+    return f"{len(wrong)} of {len(found.keys() | expected.keys())} parameters differ: {named}"
 
 
 def _manifest_bytes(

@@ -7,9 +7,11 @@ dearer half, so it is left to whoever asks for `records`, a worker process for l
 import collections
 import dataclasses
 import json
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
+from ms_varlen.data.json_text import json_fault
 from ms_varlen.data.records import Record
 from ms_varlen.errors import DataError
 
@@ -19,6 +21,11 @@ BATCH_RECORDS = 4096
 """... this number of records."""
 MAX_RECORD_BYTES = 1 << 25
 """The largest record: a batch, and so the memory of a build, grows with it."""
+
+
+ARRAY_HINT = "write one object a line (jq -c '.[]' does)"
+OBJECT_HINT = "write one object a line (jq -c . does)"
+MEND_HINT = "mend or remove the line"
 
 
 class Batch(Protocol):
@@ -94,13 +101,21 @@ def _object_of(line: bytes, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         if isinstance(error, DataError):
             raise
-        hint = "write one object a line (jq -c '.[]' does)" if line.lstrip()[:1] == b"[" else "mend or remove the line"
-        raise DataError(f"a line must be a JSON object, got {error}, in {where}; {hint}") from error
+        raise DataError(f"a line must be a JSON object, got {json_fault(error)}, in {where}; {_hint(line)}") from error
     if not isinstance(entry, dict):
+        of_objects = isinstance(entry, list) and entry and all(isinstance(part, dict) for part in entry)
         found = "an array" if isinstance(entry, list) else type(entry).__name__
-        hint = "write one object a line (jq -c '.[]' does)" if isinstance(entry, list) else "mend or remove the line"
+        hint = ARRAY_HINT if of_objects else MEND_HINT
         raise DataError(f"a line must be a JSON object, got {found}, in {where}; {hint}")
     return entry
+
+
+def _hint(line: bytes) -> str:
+    """What to do about a line that is no JSON."""
+    line = line.strip()
+    if re.match(rb"\[\s*(\{|$)", line):
+        return ARRAY_HINT
+    return OBJECT_HINT if line[:1] == b"{" and line[-1:] in b"{[," else MEND_HINT
 
 
 def decoded(data: bytes, what: str, where: str) -> str:
@@ -126,12 +141,14 @@ class TableBatch:
         table: a `pyarrow.RecordBatch` or `pyarrow.Table`.
         path: the file's name, for errors.
         first_row: number of the first of them, from 0.
+        unread: columns of the file that are left out.
     """
 
     table: Any
     path: str
     first_row: int
     done: float
+    unread: tuple[str, ...] = ()
     skipped: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     def records(self) -> Iterator[Record]:
@@ -139,7 +156,8 @@ class TableBatch:
         names = self.table.column_names if hasattr(self.table, "column_names") else self.table.schema.names
         columns = [_values(self.table.column(place)) for place in range(len(names))]
         for number, values in enumerate(zip(*columns, strict=True), self.first_row):
-            yield Record(dict(zip(names, values, strict=True)), f"{self.path} row {number}", self.done)
+            where = f"{self.path} row {number}"
+            yield Record(dict(zip(names, values, strict=True)), where, self.done, self.unread)
 
 
 def _values(column: Any) -> Iterable[Any]:

@@ -18,7 +18,7 @@ import datetime
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -30,6 +30,8 @@ from ms_varlen.errors import DataError
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
 TEMPLATE_DATE = datetime.datetime(2024, 7, 26)  # what Llama 3.2's template says where it is given no clock
+SHOWN = 200
+"""Characters of a template's own error that are shown."""
 TOOL_TEMPLATE = "tool_use"
 """Name of the template for conversations with tools, where a tokenizer has several."""
 
@@ -37,6 +39,9 @@ _TAGGED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Around what {% generation %} encloses, in a rendering; Unicode keeps these code points out of text.
 _START, _END = "\ufdd0generation\ufdd1", "\ufdd1generation\ufdd0"
 _END_OF_REASONING = "</think>"
+
+LOSS_FLAGS = ("weight", "train")
+"""What a message may say about its loss; no template sees it."""
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
@@ -68,23 +73,32 @@ class ChatTemplate:
         return self._marked(messages, tools, prompt).replace(_START, "").replace(_END, "")
 
     def conversation(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, where: str
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, where: str, silent: Collection[int] = ()
     ) -> tuple[str, list[Span]]:
         """The text of a conversation and what of it the assistant says, in order.
 
+        Args:
+            messages: each with `role` and `content`.
+            tools: their JSON schemas.
+            where: the record, for an error.
+            silent: numbers of assistant's messages that are left out of what it says.
         Raises:
             DataError: the template refuses the conversation, or renders the part before an assistant's turn otherwise
                 when the turn follows.
         """
+        turns = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
         try:
             if _TAGGED.search(self._source(tools)):
-                return _unmarked(self._marked(messages, tools, False))
+                text, spans = _unmarked(self._marked(messages, tools, False))
+                return text, _spoken(spans, turns, silent, where)
             text = self.render(messages, tools)
-            turns = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
-            return text, [self._turn(text, messages, number, tools, where) for number in turns]
-        except (jinja2.TemplateError, TypeError) as error:  # TypeError: a template adds text to a missing field
+            return text, [self._turn(text, messages, number, tools, where) for number in turns if number not in silent]
+        except DataError:
+            raise
+        except Exception as error:  # A template is a program that came with the data: it can raise anything.
+            found = " ".join(f"{type(error).__name__}: {error}".split())
             raise DataError(
-                f"field 'messages' must suit the tokenizer's chat template, which says {error}, in {where}; "
+                f"field 'messages' must suit the tokenizer's chat template, which says {found[:SHOWN]}, in {where}; "
                 "mend the record or the template"
             ) from error
 
@@ -100,11 +114,14 @@ class ChatTemplate:
         self, text: str, messages: Sequence[Message], number: int, tools: Sequence[Any] | None, where: str
     ) -> Span:
         """Where the assistant's turn `messages[number]` lies in the whole conversation's `text`."""
-        opened = self.render(messages[:number], tools, prompt=True)
-        start = _common(opened, text)
-        # A prompt may go on with what the conversation does not have, e.g. the beginning of a reasoning.
-        if start < len(opened) and not text.startswith(self.render(messages[:number], tools)):
-            raise _not_appended(number, where)
+        if number == 0:
+            start = self._first_start(text, messages, tools, where)
+        else:
+            opened = self.render(messages[:number], tools, prompt=True)
+            start = _common(opened, text)
+            # A prompt may go on with what the conversation does not have, e.g. the beginning of a reasoning.
+            if start < len(opened) and not text.startswith(self.render(messages[:number], tools)):
+                raise _not_appended(number, where)
         if number == len(messages) - 1:
             return start, len(text)
         closed = self.render(messages[: number + 1], tools)
@@ -116,6 +133,28 @@ class ChatTemplate:
         if not reasoned or not closed.startswith(text[:start]) or not rest.startswith(said.lstrip()):
             raise _not_appended(number, where)
         return start, len(text) - len(rest) + len(said.lstrip())
+
+    def _first_start(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None, where: str) -> int:
+        """Where the assistant's words start in a conversation that it begins.
+
+        Many templates cannot render no message at all, so that the header is what a prompt adds after the first one.
+        """
+        alone, asked = (self.render(messages[:1], tools, prompt) for prompt in (False, True))
+        header = asked[_common(alone, asked) :]
+        if not header:
+            try:
+                return _common(self.render([], tools), text)
+            except jinja2.TemplateError:  # it looks at the first message before it says anything
+                return 0
+        # Of a header that opens a reasoning the conversation may have the first line alone.
+        place = text.find(header.splitlines(keepends=True)[0])
+        if place < 0:
+            raise DataError(
+                "field 'messages' must begin with a turn that the tokenizer's chat template begins as a prompt ends, "
+                f"got the assistant's with another beginning, in {where}; put a user's turn before it, or mark the "
+                "assistant's words in the template with {% generation %} and {% endgeneration %}"
+            )
+        return place + _common(header, text[place:])
 
 
 def _common(one: str, other: str) -> int:
@@ -139,11 +178,46 @@ def _unmarked(marked: str) -> tuple[str, list[Span]]:
     parts, spans, length = [], [], 0
     for number, piece in enumerate(marked.split(_START)):
         said, _, rest = piece.partition(_END) if number else ("", "", piece)
-        if said:
+        if number:
             spans.append((length, length + len(said)))
         parts += [said, rest]
         length += len(said) + len(rest)
     return "".join(parts), spans
+
+
+def _spoken(spans: list[Span], turns: list[int], silent: Collection[int], where: str) -> list[Span]:
+    """Of what a template marks, what is said in turns that are not silent."""
+    if silent and len(spans) != len(turns):
+        raise DataError(
+            f"a chat with a turn without loss must suit a chat template that marks each assistant's turn once, got "
+            f"{len(spans)} marks for {len(turns)} turns, in {where}; remove {' and '.join(LOSS_FLAGS)} from its "
+            "messages, or mend the template"
+        )
+    spoken = [span for span, turn in zip(spans, turns, strict=True) if turn not in silent] if silent else spans
+    return [(start, end) for start, end in spoken if end > start]
+
+
+def is_silent(message: Message, name: str, where: str) -> bool:
+    """Whether a message asks for no loss on what the assistant says in it, by `weight` 0 or `train` false.
+
+    Args:
+        message: with its `role`.
+        name: what an error calls it.
+        where: the record, for an error.
+    Raises:
+        DataError: another value, or a loss on a turn that is not the assistant's.
+    """
+    flags = {flag: message[flag] for flag in LOSS_FLAGS if flag in message}
+    for flag, value in flags.items():
+        rule = "0 or 1" if flag == "weight" else "true or false"
+        if isinstance(value, str | list | dict) or value not in (0, 1):
+            raise DataError(f"field '{name}.{flag}' must be {rule}, got {value!r}, in {where}; mend the record")
+        if value and message["role"] != ASSISTANT:
+            raise DataError(
+                f"field '{name}.{flag}' must be left out or {rule.split(' or ')[flag == 'train']} in a turn of "
+                f"{message['role']}, got {value!r}, in {where}; only what the assistant says is learnt"
+            )
+    return message["role"] == ASSISTANT and not all(flags.values())
 
 
 class _Generation(Extension):
@@ -183,10 +257,27 @@ def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
-def chat_templates(value: Any) -> dict[str, str] | None:
-    """`chat_template` of a tokenizer_config.json, a text or a list of named ones, by name; None without a default."""
+def chat_templates(value: Any, where: object) -> dict[str, str] | None:
+    """`chat_template` of a tokenizer_config.json, a text or a list of named ones, by name; None without a default.
+
+    Args:
+        value: as JSON has it; None for no template.
+        where: the file, for an error.
+    Raises:
+        DataError: it is neither.
+    """
     if isinstance(value, list):
+        for number, entry in enumerate(value):
+            if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("name", "template")):
+                raise DataError(
+                    f"chat_template[{number}] must be an object with a name and a template, both strings, got "
+                    f"{repr(entry)[:40]}, in {where}; mend it"
+                )
         value = {entry["name"]: entry["template"] for entry in value}
     if isinstance(value, str):
         value = {"default": value}
+    if value is not None and not (isinstance(value, dict) and all(isinstance(text, str) for text in value.values())):
+        raise DataError(
+            f"chat_template must be a string or a list of named ones, got {repr(value)[:40]}, in {where}; mend it"
+        )
     return value if value and "default" in value else None

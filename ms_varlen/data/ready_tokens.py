@@ -1,4 +1,10 @@
-"""Records that hold token ids already: their `labels` or `loss_mask` as a mask over the tokens.
+"""Records that hold token ids already: which ids are the sample, and which of them have a loss.
+
+    attention_mask                                               1 for the sample, 0 for the padding around it
+    labels                                                       each token's own id, or -100 for no loss
+    loss_mask, completion_mask, assistant_masks, assistant_mask  1 for a loss, 0 for none
+
+A field of another name that looks like one of these is refused: what it says would be lost.
 
 There is one convention inside: a mask over the ids themselves, shifted once, later, by the layout. Labels in a source
 may follow either of two, and shifting those of the second again would train on the token after the next:
@@ -10,7 +16,8 @@ may follow either of two, and shifting those of the second again would train on 
 They are told apart by their values; the second is refused unless the recipe says ``data.labels_shifted: true``.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,13 +26,66 @@ from ms_varlen.errors import DataError
 
 IGNORED = -100
 """A label without loss."""
+LARGEST = np.iinfo(np.int64).max
+PADDING_FIELD = "attention_mask"
+LOSS_FIELDS = ("labels", "loss_mask", "completion_mask", "assistant_masks", "assistant_mask")
+MASK_FIELDS = (PADDING_FIELD, *LOSS_FIELDS)
+"""What may stand beside `input_ids` and decides what is learnt."""
+
+_MASK_LIKE = re.compile("mask|label", re.IGNORECASE)
+_MASK_LIKE_LISTS = re.compile("loss|target|weight", re.IGNORECASE)
+"""Names of per-token values; a single number of such a name is a score of the record, say."""
+
+
+def masks_of(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """Which of `MASK_FIELDS` a record has; tables fill those that it has not with null."""
+    return tuple(field for field in MASK_FIELDS if fields.get(field) is not None)
+
+
+def mask_like(names: Iterable[str]) -> list[str]:
+    """Names that may mean a mask or labels, but are none of `MASK_FIELDS`."""
+    return [
+        name for name in names if name not in MASK_FIELDS and (_MASK_LIKE.search(name) or _MASK_LIKE_LISTS.search(name))
+    ]
+
+
+def check_masks(fields: Mapping[str, Any], masks: Iterable[str], where: str) -> None:
+    """Refuse a record whose masks are not those of the source's first record, or of a name that is not known.
+
+    Args:
+        fields: of the record.
+        masks: the fields of `MASK_FIELDS` that the first record has.
+        where: the record, for an error.
+    Raises:
+        DataError: the message names the field.
+    """
+    for name in mask_like(fields):
+        value = fields[name]
+        if value is not None and (_MASK_LIKE.search(name) or isinstance(value, list | np.ndarray)):
+            raise DataError(
+                f"a mask or labels beside input_ids must be called {', '.join(MASK_FIELDS)}, got field '{name}', in "
+                f"{where}; rename the field, or remove it if it says nothing about the loss"
+            )
+    given, expected = set(masks_of(fields)), set(masks)
+    for name in MASK_FIELDS:
+        if name in expected - given:
+            found = "null" if name in fields else "none"
+            raise DataError(
+                f"field '{name}' must be there in every record of a source whose first has it, got {found}, in "
+                f"{where}; a mixture would learn all of this one: add the field, or part the source"
+            )
+        if name in given - expected:
+            raise DataError(
+                f"field '{name}' must be left out in a source whose first record has none, got one, in {where}; add it "
+                "to every record (a mixture would learn all of those without), or part the source"
+            )
 
 
 def tokens_of(fields: Mapping[str, Any], shifted: bool, where: str) -> tuple[np.ndarray, np.ndarray | None]:
     """The ids of a record and which of them are targets.
 
     Args:
-        fields: `input_ids`, and at most one of `labels` (each the token's id or -100) and `loss_mask` (0 and 1).
+        fields: `input_ids`, and any of `MASK_FIELDS`; what says where the loss is must agree.
         shifted: whether labels name the next token.
         where: the record, for an error.
     Returns:
@@ -34,24 +94,40 @@ def tokens_of(fields: Mapping[str, Any], shifted: bool, where: str) -> tuple[np.
         DataError: a field of another type, length or convention.
     """
     ids = _integers(fields["input_ids"], "input_ids", "iu", where)
-    given = [field for field in ("labels", "loss_mask") if fields.get(field) is not None]
-    if not given:
-        return ids, None
-    if len(given) > 1:
-        raise DataError(f"a record must have 'labels' or 'loss_mask', got both, in {where}; remove one of them")
-    field = given[0]
-    values = _integers(fields[field], field, "iu" if field == "labels" else "iub", where)
-    if values.size != ids.size:
-        raise DataError(
-            f"field '{field}' must be as long as input_ids ({ids.size}), got {values.size}, in {where}; "
-            "mend or remove the record"
-        )
-    if field == "labels":
-        return _of_shifted_labels(ids, values, where) if shifted else (ids, _of_labels(ids, values, where))
-    wrong = np.flatnonzero((values != 0) & (values != 1))
-    if wrong.size:
-        raise _wrong("loss_mask", int(wrong[0]), values, "0 or 1", where)
-    return ids, values.astype(bool)
+    given = masks_of(fields)
+    if shifted and "labels" not in given:
+        raise DataError(f"field 'labels' must be there under data.labels_shifted, got none, in {where}; leave that out")
+    values = {field: _beside(ids, fields[field], field, where) for field in given}
+    if PADDING_FIELD in values:
+        sample = _unpadded(values.pop(PADDING_FIELD), where)
+        ids, values = ids[sample], {field: array[sample] for field, array in values.items()}
+    found = None
+    for field, array in values.items():
+        if field != "labels":
+            read = ids, array.astype(bool)
+        else:
+            read = _of_shifted_labels(ids, array, where) if shifted else (ids, _of_labels(ids, array, where))
+        # The first token is never a target, whatever is said of it.
+        if found is not None and not np.array_equal(found[1][1:], read[1][1:]):
+            raise DataError(
+                f"fields that say where the loss is must agree, got others in '{field}' than in "
+                f"'{next(iter(values))}', in {where}; remove one of them"
+            )
+        found = found or read
+    return found or (ids, None)
+
+
+def target_key(ids: np.ndarray, supervised: np.ndarray | None) -> bytes:
+    """What a sample teaches, as bytes: equal ones are equal samples, however their masks were written.
+
+    Args:
+        ids: [n] int32.
+        supervised: [n] bool; None when all are targets. The first token never is one.
+    """
+    if supervised is None or supervised[1:].all():
+        return ids.tobytes()
+    # As an id "mask" lies beyond every vocabulary, so that no ids alone begin so.
+    return b"mask" + ids.tobytes() + np.packbits(supervised[1:]).tobytes()
 
 
 def check_ids(ids: np.ndarray, vocab_size: int, tokenizer: str, where: str) -> None:
@@ -66,6 +142,35 @@ def check_ids(ids: np.ndarray, vocab_size: int, tokenizer: str, where: str) -> N
             f"input_ids[{wrong[0]}] must be from 0 to {vocab_size - 1}, the vocabulary of data.tokenizer "
             f"({tokenizer}), got {ids[wrong[0]]}, in {where}; name the tokenizer that made the ids"
         )
+
+
+def _beside(ids: np.ndarray, value: Any, field: str, where: str) -> np.ndarray:
+    """[n] int64, labels or zeros and ones beside ids of [n]."""
+    values = _integers(value, field, "iu" if field == "labels" else "iub", where)
+    if values.size != ids.size:
+        raise DataError(
+            f"field '{field}' must be as long as input_ids ({ids.size}), got {values.size}, in {where}; "
+            "mend or remove the record"
+        )
+    wrong = np.flatnonzero((values != 0) & (values != 1))
+    if field != "labels" and wrong.size:
+        raise _wrong(field, int(wrong[0]), values, "0 or 1", where)
+    return values
+
+
+def _unpadded(mask: np.ndarray, where: str) -> slice:
+    """The places of a sample between its padding."""
+    real = np.flatnonzero(mask)
+    if not real.size:
+        return slice(0, 0)
+    first, end = int(real[0]), int(real[-1]) + 1
+    if real.size < end - first:
+        place = first + int(np.argmin(mask[first:end]))
+        raise DataError(
+            f"{PADDING_FIELD}[{place}] must be 1 between tokens of the sample, got 0, in {where}; padding lies before "
+            "or after a sample: mend the record, or mask the loss with loss_mask"
+        )
+    return slice(first, end)
 
 
 def _of_labels(ids: np.ndarray, labels: np.ndarray, where: str) -> np.ndarray:
@@ -116,7 +221,11 @@ def _integers(value: Any, field: str, kinds: str, where: str) -> np.ndarray:
         array = np.asarray(value) if isinstance(value, list | np.ndarray) else None
     except ValueError:  # lists of several lengths
         array = np.asarray(value, object)
-    if array is not None and array.ndim == 1 and (array.dtype.kind in kinds or not array.size):
+    # NumPy takes True for 1 among integers.
+    odd_bool = "b" not in kinds and isinstance(value, list) and bool in set(map(type, value))
+    if array is not None and array.ndim == 1 and (array.dtype.kind in kinds or not array.size) and not odd_bool:
+        if array.dtype == np.uint64 and array.size and array.max() > LARGEST:
+            raise _wrong(field, int(np.argmax(array > LARGEST)), array, f"at most {LARGEST}", where)
         return array.astype(np.int64)
     if array is None:
         found = type(value).__name__

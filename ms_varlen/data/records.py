@@ -3,7 +3,7 @@
 The kind is found by looking at the first record: the first of these fields that it has.
 
     messages              chat by the tokenizer's template, loss on what the assistant says
-    input_ids             tokens as they are; `labels` or `loss_mask` say where the loss is, else everywhere
+    input_ids             tokens as they are; a mask beside them says where the loss is, else everywhere
     prompt, completion    loss on the completion and its end-of-text
     text                  loss everywhere
 
@@ -19,18 +19,27 @@ from typing import Any
 
 import numpy as np
 
-from ms_varlen.data.chat import ASSISTANT, ROLES
-from ms_varlen.data.ready_tokens import check_ids, tokens_of
+from ms_varlen.data.chat import ASSISTANT, LOSS_FLAGS, ROLES, is_silent
+from ms_varlen.data.json_text import json_fault
+from ms_varlen.data.ready_tokens import (
+    LOSS_FIELDS,
+    MASK_FIELDS,
+    check_ids,
+    check_masks,
+    masks_of,
+    target_key,
+    tokens_of,
+)
 from ms_varlen.data.tokenizers import Tokenizer
 from ms_varlen.errors import DataError
 
 KINDS = {"messages": ("messages",), "tokens": ("input_ids",), "completion": ("prompt", "completion"), "text": ("text",)}
 """The fields that a record of each kind has, in the order in which kinds are looked for."""
-FIELDS = (*(field for fields in KINDS.values() for field in fields), "labels", "loss_mask", "tools")
+FIELDS = (*(field for fields in KINDS.values() for field in fields), *MASK_FIELDS, "tools")
 """Every field that is ever looked at."""
 ABOUT = {
     "messages": "chats, loss on the assistant's turns",
-    "tokens": "ready token ids, loss where labels or loss_mask say so",
+    "tokens": "ready token ids, loss where labels or a mask say so, else on every token",
     "completion": "prompts and completions, loss on the completions",
     "text": "plain text, loss on every token",
 }
@@ -51,11 +60,13 @@ class Record:
         fields: by name; a plain text has one, ``text``.
         where: the place for an error message, e.g. ``corpus.jsonl line 3``.
         done: share of the source that was read so far, 0 to 1.
+        unread: fields that it has besides, which nothing looks at.
     """
 
     fields: dict[str, Any]
     where: str
     done: float
+    unread: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass
@@ -105,12 +116,21 @@ def kind_sentence(kind: str, record: Record, tokenizer: Tokenizer) -> str:
     if kind == "messages":
         special = "special tokens are those of the chat template"
     elif kind == "tokens":
-        special = "nothing is added to the ids"
+        special = f"{_said_by_masks(record)}; nothing is added to the ids"
+        beside = ""
     else:
         handling = tokenizer.handling
         special = f"end-of-text: {handling['end_of_text']}; beginning-of-text: {handling['beginning_of_text']}"
     pad = tokenizer.handling["pad"]
     return f"records are {kind}, found in {record.where}{beside}: {ABOUT[kind]}; {special}; pad: {pad}"
+
+
+def _said_by_masks(record: Record) -> str:
+    masks = masks_of(record.fields)
+    loss = [field for field in masks if field in LOSS_FIELDS]
+    ignored = [field for field in (*record.fields, *record.unread) if field not in ("input_ids", *masks)]
+    said = f"loss by {' and '.join(loss)}" if loss else "loss on every token"
+    return f"{said}; fields used: {', '.join(('input_ids', *masks))}; ignored: {', '.join(ignored) or 'none'}"
 
 
 class RecordEncoder:
@@ -121,17 +141,31 @@ class RecordEncoder:
         kind: one of `KINDS`.
         control_characters: "remove" takes them out of texts, "error" refuses a text with one, else they stay.
         labels_shifted: whether `labels` name the next token rather than their own.
+        masks: the fields of `MASK_FIELDS` that the source's first record has, and every other must have.
     Raises:
-        DataError: the kind needs a chat template and the tokenizer has none.
+        DataError: the kind needs a chat template and the tokenizer has none, or has no labels to be shifted.
     """
 
-    def __init__(self, tokenizer: Tokenizer, kind: str, control_characters: str = "keep", labels_shifted: bool = False):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        kind: str,
+        control_characters: str = "keep",
+        labels_shifted: bool = False,
+        masks: tuple[str, ...] = (),
+    ):
         if kind == "messages" and tokenizer.chat_template is None:
             raise DataError(
                 f"data.tokenizer must have a chat template for records of messages, got none in {tokenizer.name}; use "
                 "the tokenizer of a chat model, or put a chat_template.jinja beside its files"
             )
+        if labels_shifted and kind != "tokens":
+            raise DataError(
+                f"data.labels_shifted must be left out for records of kind {kind}, got true; only records with "
+                "input_ids have labels"
+            )
         self.kind = kind
+        self._masks = masks
         self._tokenizer = tokenizer
         self._control_characters = control_characters
         self._labels_shifted = labels_shifted
@@ -157,10 +191,10 @@ class RecordEncoder:
             Encoded(
                 ids[i],
                 None,
-                _key(record.fields["text"].encode()),
+                _key(found[i][0].encode()),
                 record.where,
                 record.fields["text"][:EXCERPT],
-                not record.fields["text"].strip(),
+                not found[i][0].strip(),
                 found[i][1],
             )
             for i, record in enumerate(records)
@@ -175,7 +209,9 @@ class RecordEncoder:
             )
             texts.append(prompt + completion)
             spans.append([(len(prompt), len(prompt) + len(completion))] if completion else [])
-            found.append((_json_key(parts), "".join(parts)[:EXCERPT], not completion.strip(), first + second))
+            found.append(
+                (_json_key([prompt, completion]), "".join(parts)[:EXCERPT], not completion.strip(), first + second)
+            )
         masked = self._tokenizer.encode_spans(texts, spans, documents=True)
         return _joined(records, masked, found)
 
@@ -185,9 +221,9 @@ class RecordEncoder:
         for record in records:
             messages = self._value(record, "messages")
             tools = _tools(record)
-            cleaned, control = self._messages(messages, record.where)
+            cleaned, silent, control = self._messages(messages, record.where)
             if cleaned:
-                text, said = self._tokenizer.chat_template.conversation(cleaned, tools, record.where)
+                text, said = self._tokenizer.chat_template.conversation(cleaned, tools, record.where, silent)
             else:
                 text, said = "", []
             texts.append(text)
@@ -195,19 +231,22 @@ class RecordEncoder:
             spoken = [message.get("content") or "" for message in cleaned]
             excerpt = "\n".join(f"{m['role']}: {part}" for m, part in zip(cleaned, spoken, strict=True))[:EXCERPT]
             empty = not any(part.strip() for part in spoken) and not any("tool_calls" in m for m in cleaned)
-            found.append((_json_key([cleaned, tools], record.where), excerpt, empty, control))
+            key = _json_key([cleaned, tools, *([silent] if silent else [])], record.where)
+            found.append((key, excerpt, empty, control))
         return _joined(records, self._tokenizer.encode_spans(texts, spans, documents=False), found)
 
     def _tokens(self, records: Sequence[Record]) -> list[Encoded]:
         encoded = []
         for record in records:
             self._value(record, "input_ids")
+            check_masks(record.fields, self._masks, record.where)
             ids, supervised = tokens_of(record.fields, self._labels_shifted, record.where)
             check_ids(ids, self._tokenizer.vocab_size, self._tokenizer.name, record.where)
             ids = ids.astype(np.int32)
-            said = ids.tobytes() + (b"" if supervised is None else np.packbits(supervised).tobytes())
             excerpt = f"ids {' '.join(map(str, ids[:40].tolist()))}"[:EXCERPT]
-            encoded.append(Encoded(ids, supervised, _key(said), record.where, excerpt, not ids.size, 0))
+            encoded.append(
+                Encoded(ids, supervised, _key(target_key(ids, supervised)), record.where, excerpt, not ids.size, 0)
+            )
         return encoded
 
     def _value(self, record: Record, field: str) -> Any:
@@ -245,11 +284,11 @@ class RecordEncoder:
             "data.control_characters to keep, remove or drop"
         )
 
-    def _messages(self, messages: Any, where: str) -> tuple[list[dict[str, Any]], int]:
-        """Messages as they will be rendered, and how many control characters they had."""
+    def _messages(self, messages: Any, where: str) -> tuple[list[dict[str, Any]], list[int], int]:
+        """Messages as they will be rendered, the assistant's without a loss, and how many control characters."""
         if not isinstance(messages, list):
             raise _wrong("messages", "a list of objects with role and content", messages, where)
-        cleaned, total = [], 0
+        cleaned, silent, total = [], [], 0
         for number, message in enumerate(messages):
             name = f"messages[{number}]"
             if not isinstance(message, Mapping):
@@ -264,8 +303,10 @@ class RecordEncoder:
             if "content" in entry or entry["role"] != ASSISTANT or not entry.get("tool_calls"):
                 entry["content"], control = self._text(message.get("content"), f"{name}.content", where)
                 total += control
-            cleaned.append(entry)
-        return cleaned, total
+            if is_silent(entry, name, where):
+                silent.append(number)
+            cleaned.append({key: value for key, value in entry.items() if key not in LOSS_FLAGS})
+        return cleaned, silent, total
 
 
 def _wrong(field: str, rule: str, value: Any, where: str) -> DataError:
@@ -295,7 +336,9 @@ def _tools(record: Record) -> list[Any] | None:
         try:
             tools = json.loads(tools)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"field 'tools' must be JSON, got {error}, in {record.where}; mend the record") from error
+            raise DataError(
+                f"field 'tools' must be JSON, got {json_fault(error)}, in {record.where}; mend the record"
+            ) from error
     if tools is not None and not isinstance(tools, list):
         raise _wrong("tools", "a list of JSON schemas", tools, record.where)
     return tools
@@ -306,7 +349,14 @@ def _key(said: bytes) -> bytes:
 
 
 def _json_key(said: Any, where: str = "") -> bytes:
-    return _key(_utf8(json.dumps(said, sort_keys=True, ensure_ascii=False, default=str), "messages", where))
+    try:
+        text = json.dumps(said, sort_keys=True, ensure_ascii=False, default=str)
+    except (RecursionError, TypeError) as error:  # TypeError: names of several types cannot be put in order
+        raise DataError(
+            f"field 'messages' must be JSON that can be written, got {type(error).__name__}, in {where}; mend or "
+            "remove the record"
+        ) from error
+    return _key(_utf8(text, "messages", where))
 
 
 def _joined(

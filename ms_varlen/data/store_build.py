@@ -21,6 +21,7 @@ from ms_varlen.data.batches import Batch
 from ms_varlen.data.cleaning import Cleaned, Cleaner, Rules, held_out
 from ms_varlen.data.config import DataConfig
 from ms_varlen.data.encoding import EncodedBatch, default_workers, encode_batches
+from ms_varlen.data.ready_tokens import masks_of
 from ms_varlen.data.records import RecordEncoder, find_kind, kind_sentence
 from ms_varlen.data.sources import Source, changed_source
 from ms_varlen.data.store_files import SPLITS, SplitWriter, sync_folder, token_dtype, write_manifest
@@ -135,7 +136,7 @@ def _encoded(source: Source, plan: Building, tokenizer: Tokenizer) -> tuple[str,
     kind = find_kind(first)
     logger.info("%s: %s", source.name, kind_sentence(kind, first, tokenizer))
     config = plan.config
-    encoder = RecordEncoder(tokenizer, kind, config.control_characters, config.labels_shifted)
+    encoder = RecordEncoder(tokenizer, kind, config.control_characters, config.labels_shifted, masks_of(first.fields))
     workers = config.workers or default_workers()
     return kind, encode_batches(itertools.chain(looked_at, batches), encoder, workers)
 

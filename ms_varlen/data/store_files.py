@@ -24,7 +24,7 @@ import numpy as np
 
 from ms_varlen.data.cleaning import Piece
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST = "manifest.json"
 SPLITS = ("train", "eval")
 TABLES = {"lengths.bin": "<i4", "offsets.bin": "<i8", "documents.bin": "<i8"}

@@ -10,8 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from ms_varlen.data.batches import BATCH_BYTES, BATCH_RECORDS, Batch, TableBatch
+from ms_varlen.data.file_kinds import SAVED_DATASET
+from ms_varlen.data.json_text import json_fault
+from ms_varlen.data.ready_tokens import mask_like
 from ms_varlen.data.records import FIELDS
 from ms_varlen.errors import DataError
+
+DESCRIPTIONS = ("state.json", SAVED_DATASET)
+"""Of a saved data set: its Arrow files in order, and the types of its columns."""
+SHOWN = 300
+"""Characters that are shown of what a reader says."""
 
 
 class Parquet:
@@ -38,8 +46,9 @@ class Parquet:
                 rows = file.metadata.num_rows
                 size = sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups))
                 done = 0
-                for table in file.iter_batches(_rows_of(size, rows), columns=_columns(file.schema_arrow.names)):
-                    yield TableBatch(table, str(path), done, (done + table.num_rows) / rows)
+                columns, unread = _columns(file.schema_arrow.names)
+                for table in file.iter_batches(_rows_of(size, rows), columns=columns):
+                    yield TableBatch(table, str(path), done, (done + table.num_rows) / rows, unread)
                     done += table.num_rows
         except (pa.ArrowInvalid, OSError) as error:
             raise _unreadable("a whole Parquet file", error, path) from error
@@ -55,8 +64,8 @@ class SavedDataset:
 
     @property
     def files(self) -> list[Path]:
-        """The Arrow files, and what says which of them belong to it."""
-        return [self.folder / "state.json", *sorted(self.folder.glob("*.arrow"))]
+        """The Arrow files, what says which of them belong to it, and what says how their columns are meant."""
+        return [self.folder / name for name in DESCRIPTIONS] + sorted(self.folder.glob("*.arrow"))
 
     def batches(self) -> Iterator[Batch]:
         """A few rows at a time, memory-mapped.
@@ -67,19 +76,40 @@ class SavedDataset:
         import pyarrow as pa
         from datasets import load_from_disk
 
+        for name in DESCRIPTIONS:
+            _require_object(self.folder / name)
         try:
             dataset = load_from_disk(str(self.folder)).with_format("arrow")
-            dataset = dataset.select_columns(_columns(dataset.column_names))
+            columns, unread = _columns(dataset.column_names)
+            dataset = dataset.select_columns(columns)
             step = _rows_of(dataset.data.nbytes, len(dataset))
             for start in range(0, len(dataset), step):
                 table = dataset[start : start + step]
-                yield TableBatch(table, str(self.folder), start, (start + table.num_rows) / len(dataset))
-        except (pa.ArrowInvalid, OSError, KeyError, json.JSONDecodeError) as error:
+                yield TableBatch(table, str(self.folder), start, (start + table.num_rows) / len(dataset), unread)
+        # The last four are what datasets raises for descriptions that are objects with anything else in them.
+        except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise _unreadable("a whole saved data set", error, self.folder) from error
 
 
-def _columns(names: list[str]) -> list[str]:
-    return [name for name in names if name in FIELDS] or names
+def _columns(names: list[str]) -> tuple[list[str], tuple[str, ...]]:
+    """The columns to read and the others; those that may mean a mask are read, so that they can be refused."""
+    if not any(name in FIELDS for name in names):
+        return names, ()
+    refused = mask_like(names) if "input_ids" in names else []
+    read = [name for name in names if name in FIELDS or name in refused]
+    return read, tuple(name for name in names if name not in read)
+
+
+def _require_object(path: Path) -> None:
+    """Refuse a description of a saved data set that is no JSON object."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        fault = error.strerror if isinstance(error, OSError) else json_fault(error)
+        raise _unreadable(f"a whole saved data set with a {path.name} of JSON", fault, path.parent) from error
+    if not isinstance(found, dict):
+        found = type(found).__name__
+        raise _unreadable(f"a whole saved data set with an object in {path.name}", found, path.parent)
 
 
 def _rows_of(size: int, rows: int) -> int:
@@ -87,5 +117,7 @@ def _rows_of(size: int, rows: int) -> int:
     return max(1, min(BATCH_RECORDS, rows * BATCH_BYTES // max(size, 1)))
 
 
-def _unreadable(rule: str, error: Any, path: Path) -> DataError:
-    return DataError(f"data.source must be {rule}, got {error}, in {path}; write or copy it again")
+def _unreadable(rule: str, found: Any, path: Path) -> DataError:
+    if isinstance(found, Exception):
+        found = " ".join(f"{type(found).__name__}: {found}".split()).partition(". Available")[0]
+    return DataError(f"data.source must be {rule}, got {found[:SHOWN]}, in {path}; write or copy it again")

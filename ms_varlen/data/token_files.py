@@ -65,10 +65,12 @@ class Megatron:
         index = _read_index(index_path)
         tokens = np.memmap(bin_path, np.uint8, "r") if bin_path.stat().st_size else np.zeros(0, np.uint8)
         ends = index.starts + index.lengths.astype(np.int64) * index.dtype.itemsize
-        if (ends > tokens.size).any() or (index.starts < 0).any() or (index.lengths < 0).any():
+        told = int(ends.max(initial=0))
+        outside = told != tokens.size or (index.starts < 0).any() or (index.lengths < 0).any()
+        if outside or int(index.lengths.sum(dtype=np.int64)) * index.dtype.itemsize != tokens.size:
             raise DataError(
-                f"{bin_path} must hold the {int(ends.max())} bytes that {index_path.name} tells of, got {tokens.size}; "
-                "copy both files again"
+                f"{bin_path} must hold the {told} bytes that {index_path.name} tells of, each in one sequence, got "
+                f"{tokens.size}; copy both files again"
             )
         documents = len(index.documents) - 1
         for number in range(documents):
@@ -100,8 +102,12 @@ def _read_index(path: Path) -> _Index:
         )
     content = np.memmap(path, np.uint8, "r", HEADER.size)
     documents = content[12 * sequences : 12 * sequences + 8 * bounds].view("<i8")
-    if documents[0] < 0 or documents[-1] > sequences or (np.diff(documents) < 0).any():
-        raise DataError(f"the documents of a Megatron index must be in order, got others, in {path}; copy it again")
+    if documents[0] != 0 or documents[-1] != sequences or (np.diff(documents) < 0).any():
+        raise DataError(
+            f"the documents of a Megatron index must be in order from sequence 0 to its end, {sequences}, got "
+            f"{documents[0]} to {documents[-1]}{'' if (np.diff(documents) >= 0).all() else ' out of order'}, in "
+            f"{path}; copy it again"
+        )
     return _Index(
         dtype=np.dtype(TOKEN_TYPES[code]),
         lengths=content[: 4 * sequences].view("<i4"),

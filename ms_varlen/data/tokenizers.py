@@ -7,6 +7,7 @@ Lengths are carried beside the ids and never guessed from them, so a pad id may 
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -18,6 +19,7 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from ms_varlen.data.chat import ChatTemplate, Span, chat_templates
 from ms_varlen.data.config import BYTES
+from ms_varlen.data.json_text import json_fault
 from ms_varlen.errors import DataError
 
 # What an end-of-text token is called where no tokenizer_config.json says it, in order of preference.
@@ -270,9 +272,24 @@ def _from_file(path: Path, fingerprint: str) -> FastTokenizer:
         token = token.get("content") if isinstance(token, dict) else token
         if field.endswith("_token") and isinstance(token, str):
             special[field] = token
-    template = path.with_name(TEMPLATE_FILE)
-    chat = template.read_text("utf-8") if template.is_file() else settings.get("chat_template")
-    return FastTokenizer(rust, path.name, fingerprint, special, chat_templates(chat), path)
+    return FastTokenizer(rust, path.name, fingerprint, special, _chat_templates(path.parent, settings), path)
+
+
+def _chat_templates(folder: Path, settings: dict[str, Any]) -> dict[str, str] | None:
+    """The chat templates of a folder's own file, else those of its settings."""
+    path = folder / TEMPLATE_FILE
+    if path.is_file():
+        return chat_templates(_template_text(path), path)
+    return chat_templates(settings.get("chat_template"), folder / CONFIG_FILE)
+
+
+def _template_text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"a chat template must be UTF-8, got another byte at {error.start}, in {path}; save it as UTF-8"
+        ) from error
 
 
 def _settings(path: Path) -> dict[str, Any]:
@@ -281,8 +298,8 @@ def _settings(path: Path) -> dict[str, Any]:
         return {}
     try:
         settings = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise DataError(f"{CONFIG_FILE} must be JSON, got {error}, in {path}; mend or remove it") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{CONFIG_FILE} must be JSON, got {json_fault(error)}, in {path}; mend or remove it") from error
     if not isinstance(settings, dict):
         raise DataError(f"{CONFIG_FILE} must be a JSON object, got {type(settings).__name__}, in {path}; mend it")
     return settings
@@ -290,13 +307,18 @@ def _settings(path: Path) -> dict[str, Any]:
 
 def _from_folder(folder: Path, fingerprint: str) -> FastTokenizer:
     """The tokenizer that transformers finds in a folder; no network, no code of the folder's own."""
+    # What transformers says about a wrong template names neither file nor field.
+    _chat_templates(folder, _settings(folder / CONFIG_FILE))
+    for path in folder.glob("additional_chat_templates/*.jinja"):
+        _template_text(path)
     try:
         from transformers import AutoTokenizer  # takes seconds to import
 
         found = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except ImportError as error:
         raise _missing_package(error, folder) from error
-    except (OSError, ValueError, KeyError) as error:
+    # The last three are what transformers raises for files of the right names with anything else in them.
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"data.tokenizer must be a folder that transformers' AutoTokenizer opens, got {_first_line(error)}, in "
             f"{folder}; give the folder of a model, or the path of a {TOKENIZER_FILE}"
@@ -308,7 +330,7 @@ def _from_folder(folder: Path, fingerprint: str) -> FastTokenizer:
         )
     rust = RustTokenizer.from_str(found.backend_tokenizer.to_str())
     special = {name: str(token) for name, token in found.special_tokens_map.items() if not isinstance(token, list)}
-    return FastTokenizer(rust, folder.name, fingerprint, special, chat_templates(found.chat_template), folder)
+    return FastTokenizer(rust, folder.name, fingerprint, special, chat_templates(found.chat_template, folder), folder)
 
 
 def _missing_package(error: ImportError, folder: Path) -> DataError:
@@ -319,7 +341,9 @@ def _missing_package(error: ImportError, folder: Path) -> DataError:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+    """What transformers says, without the lists of all that it knows."""
+    line = (f"no {error}" if isinstance(error, KeyError) else str(error)).strip().partition("\n")[0]
+    return re.split(r"\.\s*Currently available|,? or contain one of the following", line)[0][:200]
 
 
 def tokenizer_fingerprint(tokenizer: str) -> str:

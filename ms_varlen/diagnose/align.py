@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ms_varlen.checkpoint.same_data import check_data
 from ms_varlen.checkpoint.store import load_checkpoint, read_manifest
 from ms_varlen.data.dataset import MicroBatches
 from ms_varlen.data.layouts import IGNORE_INDEX, Layout
@@ -84,8 +85,12 @@ def align(
         losses and relative differences of the gradients by step, `max_abs_diff`, `gradient_max_rel_diff` (first step),
         `gradient_max_rel_diff_later`, `first_failed_step`, `passed`, the tolerances, `first_step`, the steps that
         were done before, and `bisect`, where the first failed step begins to differ; None where none failed.
+    Raises:
+        RecipeError: a tolerance that is not positive, or no such layout.
     """
     begin = time.perf_counter()
+    if tolerance is not None and not tolerance > 0:
+        raise RecipeError([f"--tolerance: must be > 0, got {tolerance}; leave it out to measure the noise"], "align")
     workload = prepare(recipe, progress)
     target = set_up_device(recipe.device, recipe.graph)
     ours, padded = Side(workload, target, None), Side(*other_side(workload, target, against))
@@ -115,13 +120,10 @@ def align(
             gradients[-1] = gradient_difference(ours.graphs.gradients(), expected)
             padded.accumulate(rows)
         losses.append((ours.loss(supervised[0]), padded.loss(supervised[1])))
-        if (
-            found is None
-            and against == "padded"
-            and not (abs(losses[-1][0] - losses[-1][1]) <= limit and gradients[-1][0] <= gradient_limits(step))
+        if found is None and not (
+            abs(losses[-1][0] - losses[-1][1]) <= limit and gradients[-1][0] <= gradient_limits(step)
         ):
-            attentions = ours.graphs.attention, padded.graphs.attention
-            found = bisect(workload, parts, ours.graphs.model_weights(), *attentions)
+            found = _where_it_begins(ours, parts, padded, rows, against)
         rate = learning_rate(recipe.train, done + step)
         ours.apply(rate, supervised[0])
         padded.apply(rate, supervised[1])
@@ -142,6 +144,22 @@ def align(
     }
 
 
+def _where_it_begins(
+    ours: "Side", parts: list[np.ndarray], other: "Side", other_parts: list[np.ndarray], against: str
+) -> dict[str, Any]:
+    """Both sides of a failed step against dense padded rows, which share nothing with either: the recipe's first."""
+    weights = ours.graphs.model_weights()
+    dense = dense_side(ours.workload, ours.target)[2]
+    found = bisect(ours.workload, parts, weights, ours.graphs.attention, dense)
+    if against == "padded" or found["rung"] is not None:
+        return found
+    found = bisect(other.workload, other_parts, weights, other.graphs.attention, dense)
+    if found["rung"] is None:
+        return found | {"text": f"the recipe's layout and --against {against} both agree with dense rows: drift"}
+    words = f"the recipe's layout agrees with dense rows, --against {against} does not: {found['text']}"
+    return found | {"text": words}
+
+
 def _begin(workload: Workload, start_from: Path | None, *sides: "Side") -> tuple[PlanState, int]:
     """The place in the plan to begin at and the steps done before, with the sides' weights and moments as they were."""
     if start_from is None:
@@ -152,7 +170,10 @@ def _begin(workload: Workload, start_from: Path | None, *sides: "Side") -> tuple
         side.graphs.load(checkpoint.model, checkpoint.optimizer)
     # What was imported from elsewhere has no place in a plan.
     saved = checkpoint.state.get("plan")
-    return resumed_state(workload.plans, saved, []) if saved else workload.plans.start(), checkpoint.step
+    if not saved:
+        return workload.plans.start(), checkpoint.step
+    check_data(start_from, checkpoint.manifest, workload.store.fingerprint)
+    return resumed_state(workload.plans, saved, []), checkpoint.step
 
 
 def compare(

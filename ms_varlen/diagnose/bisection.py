@@ -1,7 +1,8 @@
 """Where two layouts of the same samples begin to differ: which kind of batch, then which sample, layer and tensor.
 
-The order is that of the troubleshooting chapter: lengths off and one fixed length, a batch of one, then growing
-variation, and at last the micro-batch that failed; forward before backward. Everything runs in PyNative mode, so that
+The order is that of the troubleshooting chapter: lengths off (one sample whose segment is all of T, so that no length
+can be wrong), rows of one length, a batch of one, then growing variation, and at last the micro-batch that failed;
+forward before backward. Everything runs in PyNative mode, so that
 nothing is compiled, through the same data path as training: a fault anywhere on it shows here.
 """
 
@@ -27,6 +28,7 @@ from ms_varlen.train.workload import Workload
 
 LOSS_TOLERANCE, GRADIENT_TOLERANCE, TENSOR_TOLERANCE = 2e-5, 1e-4, 1e-4
 MOST_SAMPLES = 4
+LENGTHS_OFF = "lengths off, one sample in one segment"
 FIXED_LENGTH = 48
 TENSORS = ("v", "q", "k", "attention output")
 """In the order of blame: positions move q and k alone, ids move v as well."""
@@ -123,6 +125,7 @@ def _rungs(workload: Workload, parts: list[np.ndarray]) -> Iterator[tuple[Batch,
     row_length = round_up(fixed, divisor)
     shapes = TokenShapes("static", several.size * row_length, several.size * row_length, divisor, 2 * several.size)
     rows = Layout("padded", shapes, max(row_length, layout.seq_length), rows=several.size, row_lengths=(row_length,))
+    one = dataclasses.replace(rows, shapes=TokenShapes("static", row_length, row_length, divisor, 2), rows=1)
 
     def cut(chosen: np.ndarray, sizes: list[int]) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
         tokens = [table.gather(chosen[i : i + 1])[:size] for i, size in enumerate(sizes)]
@@ -132,7 +135,8 @@ def _rungs(workload: Workload, parts: list[np.ndarray]) -> Iterator[tuple[Batch,
         return tokens, [mask[:size] for mask, size in zip(masks, sizes, strict=True) if mask is not None]
 
     growing = [max(2, min(int(length), 2 + 7 * (i + 1))) for i, length in enumerate(lengths[several])]
-    yield Batch("lengths off, one fixed length", *cut(several, [fixed] * several.size), rows), several
+    yield Batch(LENGTHS_OFF, *cut(several, [fixed]), one), several[:1]
+    yield Batch("rows of one length, each a segment", *cut(several, [fixed] * several.size), rows), several
     yield Batch("one sample of a fixed length", *cut(several, [fixed]), layout), several[:1]
     yield Batch("samples of one length", *cut(several, [fixed] * several.size), layout), several
     yield Batch("samples of different lengths", *cut(several, growing), layout), several
@@ -206,14 +210,11 @@ def _locate(batch: Batch, ids: np.ndarray, found: Outcome, expected: Outcome, st
     first = _first_tensor(found, expected)
     lengths = [sample.size for sample in batch.samples]
     if first is None:
-        finding = next(iter(lint_batch(_lintable(found.columns))), None)
-        tensor = "loss" if stage == "forward" else "gradient"
-        code = finding.code if finding else "LOSS-DIFFERS"
-        detail = finding.text if finding else f"all layers agree, the {tensor} does not"
-        return _where(batch, ids, None, None, tensor, lengths, code, detail)
+        place, tensor, code, detail = _name_loss_fault(found, expected, stage)
+        return _where(batch, ids, place, None, tensor, lengths, code, detail)
     layer, tensor, place = first
     if layer == 0 and tensor == "v":
-        code, detail = "LEN-ORDER", "the tokens of the sample differ: lengths or rows are in another order"
+        code, detail = _name_token_fault(place, found, expected)
     elif layer == 0 and tensor in ("q", "k"):
         code, detail = "POS-RESET", "the tokens agree, their positions do not"
     elif tensor == "attention output":
@@ -229,7 +230,60 @@ def _locate(batch: Batch, ids: np.ndarray, found: Outcome, expected: Outcome, st
         )
     else:
         code, detail = "LOSS-DIFFERS", f"{tensor} differs first in layer {layer}"
+    if batch.rung == LENGTHS_OFF and tensor == "attention output" and not code.startswith("LEN"):
+        detail += "; no lengths are at work here: the attention itself is wrong"
     return _where(batch, ids, place, layer, tensor, lengths, code, detail)
+
+
+def _of_sample(outcome: Outcome, column: str, place: int, length: int) -> np.ndarray:
+    start = int(outcome.lens.starts[place])
+    return outcome.columns[column][start : start + length]
+
+
+def _name_loss_fault(found: Outcome, expected: Outcome, stage: str) -> tuple[int | None, str, str, str]:
+    """(place of the sample, tensor, code, words) where all layers agree: the labels, or nothing that is known."""
+    finding = next(iter(lint_batch(_lintable(found.columns))), None)
+    tensor = "loss" if stage == "forward" else "gradient"
+    for place, length in enumerate(expected.lens.seq_lens.tolist()):
+        ours, theirs = (_of_sample(side, "labels", place, length) for side in (found, expected))
+        if not np.array_equal(ours, theirs):
+            i = int(np.argmax(ours != theirs))
+            says = "no target" if ours[i] == IGNORE_INDEX else f"target {ours[i]}"
+            must = "none" if theirs[i] == IGNORE_INDEX else f"{theirs[i]}"
+            differ = int((ours != theirs).sum())
+            detail = f"token {i} of the sample has {says}, must have {must} ({differ} of {length} differ)"
+            # A target that is gone looks like a masked prompt: the linter cannot know.
+            code = finding.code if finding else "LABEL-WRONG"
+            return place, "labels", code, f"{detail}; {finding.text}" if finding else detail
+    if finding:
+        return None, tensor, finding.code, finding.text
+    return None, tensor, "LOSS-DIFFERS", f"all layers agree, the {tensor} does not"
+
+
+def _name_token_fault(place: int, found: Outcome, expected: Outcome) -> tuple[str, str]:
+    """(code, words) where a sample's values differ in layer 0: other tokens, or the same and another embedding."""
+    lengths = expected.lens.seq_lens.tolist()
+    ours, theirs = (_of_sample(side, "input_ids", place, lengths[place]) for side in (found, expected))
+    if np.array_equal(ours, theirs):
+        return "LOSS-DIFFERS", "the tokens agree, what is computed from them before the attention does not"
+    one_after_another = np.concatenate(
+        [_of_sample(expected, "input_ids", other, length) for other, length in enumerate(lengths)]
+    )
+    padded = np.concatenate([one_after_another, np.full(ours.size - 1, -1)])
+    agree = (np.lib.stride_tricks.sliding_window_view(padded, ours.size) == ours).mean(1)
+    own, best = float((ours == theirs).mean()), int(np.argmax(agree))
+    if agree[best] > max(own, 0.5):
+        of = int(np.searchsorted(np.cumsum(lengths), best, side="right"))
+        shift = best - sum(lengths[:of])
+        return "LEN-ORDER", (
+            f"its tokens are those of the sample at place {of} of the batch from its token {shift} on: lengths or rows "
+            "are in another order"
+        )
+    i = int(np.argmax(ours != theirs))
+    return "DATA-TOKENS", (
+        f"token {i} of the sample must be id {theirs[i]}, got {ours[i]} ({int((ours != theirs).sum())} of {ours.size} "
+        "differ); take the ids from the store as they are"
+    )
 
 
 def _lintable(columns: Columns) -> Columns:

@@ -4,7 +4,7 @@ What fails stops what stands on it: without a recipe no data is read, without a 
 that is not green has a code of the catalogue.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,15 @@ import numpy as np
 import yaml
 
 from ms_varlen.checkpoint.run_dir import RECIPE_FILE, changed_keys, run_folders
-from ms_varlen.checkpoint.store import list_checkpoints, read_manifest
+from ms_varlen.checkpoint.store import CorruptCheckpointError, list_checkpoints, load_checkpoint, read_manifest
 from ms_varlen.data.dataset import MicroBatches
 from ms_varlen.data.store import Progress
 from ms_varlen.diagnose.doctor_environment import environment_checks
 from ms_varlen.diagnose.findings import GREEN, RED, YELLOW, Check, worst
+from ms_varlen.diagnose.folders import folder_fault
 from ms_varlen.diagnose.lint import lint_batch
 from ms_varlen.errors import VarlenError
+from ms_varlen.train.epoch_numbers import epoch_batches
 from ms_varlen.train.recipe import Recipe, load_recipe
 from ms_varlen.train.workload import Workload, describe_plan, prepare
 
@@ -30,6 +32,10 @@ MUCH_DIRT = 0.02
 COARSE = {"varlen": 0.15, "packed": 0.15, "bucketed": 0.3}
 """More than this share of computed tokens that are padding means sizes are aligned too coarsely, by mode."""
 UNEVEN = 0.05
+MOSTLY = 0.5
+"""The share of micro-batches, or of documents, from which on something is the rule."""
+MOST_SEGMENTS = 1024
+"""The largest `batch.max_segments`."""
 CODES_OF_KEYS = {
     "model.max_position_embeddings": "SHAPE-POSITIONS",
     "shapes.row_buckets": "SHAPE-BUCKET",
@@ -83,6 +89,7 @@ def _all_checks(
         yield from _refused("recipe", error)
         return
     yield Check("recipe", GREEN, f"mode {recipe.mode}, shapes.kind {recipe.shapes.kind}, {recipe.train.steps} steps")
+    yield from output_checks(recipe)
     for_ascend = for_ascend or recipe.device.target == "Ascend"
     if for_ascend:
         yield from ascend_checks(recipe)
@@ -94,7 +101,7 @@ def _all_checks(
     yield from data_checks(workload)
     yield from batch_checks(workload, None if full else SAMPLED_MICRO_BATCHES)
     yield from plan_checks(workload)
-    yield from checkpoint_checks(recipe)
+    yield from checkpoint_checks(recipe, workload.model_config.parameter_shapes())
     if probe:
         from ms_varlen.diagnose.doctor_probe import probe_checks
 
@@ -106,6 +113,15 @@ def _refused(area: str, error: VarlenError) -> Iterator[Check]:
     for fault in getattr(error, "faults", [str(error)]):
         special = next((code for path, code in CODES_OF_KEYS.items() if fault.startswith(path)), None)
         yield Check(area, RED, fault, special or error.code)
+
+
+def output_checks(recipe: Recipe) -> Iterator[Check]:
+    """Whether a run can write where it is to."""
+    output_dir = recipe.checkpoint.output_dir
+    fault = folder_fault(output_dir)
+    if fault is not None:
+        rule = f"checkpoint.output_dir must be a folder that can be made and written, got {output_dir} ({fault})"
+        yield Check("output", RED, f"{rule}; choose another", "RECIPE")
 
 
 def data_checks(workload: Workload) -> Iterator[Check]:
@@ -130,6 +146,16 @@ def data_checks(workload: Workload) -> Iterator[Check]:
             YELLOW,
             f"the longest sample must be near P99 ({p99:.0f} tokens), got {int(lengths.max())} (sample "
             f"{int(lengths.argmax())}); set model.seq_length near P99",
+            "DATA-TAIL",
+        )
+    split = cleaning.samples_kept - cleaning.documents_kept
+    if split > MOSTLY * max(cleaning.documents_kept, 1):
+        yield Check(
+            "data",
+            YELLOW,
+            f"most documents must fit model.seq_length ({workload.recipe.model.seq_length}), got "
+            f"{cleaning.samples_kept:,} samples of {cleaning.documents_kept:,} documents; raise model.seq_length "
+            "towards their P99 (see `ms-varlen stats`)",
             "DATA-TAIL",
         )
     if cleaning.tokens_cut > 0.2 * max(cleaning.tokens_in, 1):
@@ -185,7 +211,7 @@ def plan_checks(workload: Workload) -> Iterator[Check]:
             "PERF-SPREAD",
         )
     if plan["pad_ratio"] > COARSE.get(recipe.mode, 1.0):
-        yield Check(
+        yield segments_bound(workload) or Check(
             "plan",
             YELLOW,
             f"pad_ratio should be at most {COARSE[recipe.mode]:.0%} in mode {recipe.mode}, got {plan['pad_ratio']:.1%} "
@@ -202,25 +228,63 @@ def plan_checks(workload: Workload) -> Iterator[Check]:
         )
 
 
-def checkpoint_checks(recipe: Recipe) -> Iterator[Check]:
-    """What lies in the recipe's output folder, and whether a run would go on from it."""
+def segments_bound(workload: Workload) -> Check | None:
+    """The check that fails where most micro-batches are full by `batch.max_segments` long before their budget."""
+    batch, cap = workload.recipe.batch, workload.plans.settings.max_segments
+    if batch.rows is not None:
+        return None
+    lengths, offsets, _ = epoch_batches(workload.plans)
+    counts, tokens = np.diff(offsets), workload.layout.needed_tokens(lengths, offsets)
+    full = counts == cap
+    if full.mean() <= MOSTLY or tokens[full].mean() > (1 - COARSE[workload.recipe.mode]) * batch.size:
+        return None
+    needed = int(np.ceil(batch.max_segments * batch.size / tokens[full].mean()))
+    raised = min(needed, MOST_SEGMENTS)
+    lower = "" if needed <= MOST_SEGMENTS else ", and lower batch.token_budget, since that is the largest"
+    more = f"raise batch.max_segments to {raised}{lower}" if raised > batch.max_segments else "lower batch.token_budget"
+    return Check(
+        "plan",
+        YELLOW,
+        f"micro-batches should be full by batch.token_budget ({batch.size}), got {tokens[full].mean():.0f} tokens in "
+        f"{full.mean():.0%} of them, where batch.max_segments ({batch.max_segments}) is reached first; {more}",
+        "PERF-ALIGNMENT",
+    )
+
+
+def checkpoint_checks(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Check]:
+    """What lies in the recipe's output folder, and whether a run would go on from it.
+
+    Args:
+        recipe: the recipe.
+        shapes: of the model's parameters, by name.
+    """
     output_dir = recipe.checkpoint.output_dir
     if isinstance(recipe.checkpoint.resume, Path):
-        yield from _checkpoint_check(recipe.checkpoint.resume, recipe)
+        yield from _checkpoint_check(recipe.checkpoint.resume, recipe, shapes)
         return
     runs = run_folders(output_dir, recipe.mode) if recipe.checkpoint.resume == "auto" else []
     checkpoints = list_checkpoints(runs[-1]) if runs else []
     if not checkpoints:
         yield Check("checkpoint", GREEN, f"none of mode {recipe.mode} in {output_dir}; training begins at step 0")
         return
-    yield from _checkpoint_check(checkpoints[-1], recipe)
+    yield from _checkpoint_check(checkpoints[-1], recipe, shapes)
 
 
-def _checkpoint_check(path: Path, recipe: Recipe) -> Iterator[Check]:
+def _unloadable(path: Path, error: VarlenError) -> Check:
+    """A check that says what training would say, and the way out."""
+    text = str(error)
+    if isinstance(error, CorruptCheckpointError):
+        older = [other for other in list_checkpoints(path.parent) if other.name < path.name]
+        before = f"go on from the one before it with checkpoint.resume={older[-1]}, or " if older else ""
+        text += f"; {before}begin anew with checkpoint.resume=never"
+    return Check("checkpoint", RED, text, error.code or "CKPT-CORRUPT")
+
+
+def _checkpoint_check(path: Path, recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Check]:
     try:
         manifest = read_manifest(path)
     except VarlenError as error:
-        yield Check("checkpoint", RED, str(error), error.code or "CKPT-CORRUPT")
+        yield _unloadable(path, error)
         return
     if manifest["mode"] != recipe.mode:
         yield Check(
@@ -244,7 +308,12 @@ def _checkpoint_check(path: Path, recipe: Recipe) -> Iterator[Check]:
             "CKPT-RECIPE",
         )
         return
-    yield Check("checkpoint", GREEN, f"training goes on from {path}")
+    try:
+        load_checkpoint(path, recipe.mode, shapes)
+    except VarlenError as error:
+        yield _unloadable(path, error)
+        return
+    yield Check("checkpoint", GREEN, f"every checksum fits; training goes on from {path}")
 
 
 def ascend_checks(recipe: Recipe) -> Iterator[Check]:

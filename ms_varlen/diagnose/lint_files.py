@@ -17,18 +17,19 @@ from ms_varlen.diagnose.lint import lint_batch
 from ms_varlen.errors import DataError
 
 HOW = """MindFormers (graph mode; `dataset` is the one that its Trainer builds):
+    batches = {}
     for i, batch in zip(range(20), dataset.create_dict_iterator(num_epochs=1, output_numpy=True)):
-        batches = globals().setdefault("batches", {}); batches.update({f"{i}/{k}": v for k, v in batch.items()})
+        batches.update({f"{i}/{k}": v for k, v in batch.items()})
     numpy.savez("batches.npz", **batches)
 
-MindSpeed and Megatron (in `forward_step`, after `get_batch`):
+MindSpeed and Megatron (in `forward_step`, after `get_batch`; `cu_seqlens` is None where rows are not packed):
     dump = dict(input_ids=tokens, labels=labels, loss_mask=loss_mask, position_ids=position_ids, cu_seqlens=cu_seqlens)
     dump = {k: v.cpu().numpy() for k, v in dump.items() if v is not None}
     numpy.savez(f"batches-{step}.npz", **dump)
 
 transformers (labels are not shifted there; that is understood):
-    batches = {f"{i}/{k}": v.numpy() for i, b in zip(range(20), trainer.get_train_dataloader()) for k, v in b.items()}
-    batches = {k: v for k, v in batches.items() if v.ndim in (1, 2)}
+    batches = {f"{i}/{k}": v for i, b in zip(range(20), trainer.get_train_dataloader()) for k, v in b.items()}
+    batches = {k: v.cpu().numpy() for k, v in batches.items() if hasattr(v, "cpu") and v.ndim in (1, 2)}
     numpy.savez("batches.npz", **batches)
 """
 

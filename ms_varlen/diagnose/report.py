@@ -35,7 +35,7 @@ LEDGER_ROWS = {
     "left_over": "left over at the epoch's end",
     "held_out": "held out for evaluation",
     "cut": "cut off overlong documents",
-    "dropped": "dropped by cleaning",
+    "dropped": "dropped by cleaning (whole documents)",
 }
 PLAN_NOTES = {
     "shapes.kind": "how sizes are told to the graph",

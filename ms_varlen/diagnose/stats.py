@@ -268,7 +268,7 @@ def _window_trade(
     """Of as many rows as a padded variant has, from no sorting (a window of one micro-batch) up."""
     samples, divisor = lengths.train.size, recipe.shapes.divisor
     rows = rows_of(recipe, mean_length)
-    row_lengths = divisor_boundaries(recipe.model.seq_length, divisor)
+    row_lengths = divisor_boundaries(min(recipe.model.seq_length, lengths.longest), divisor)
     windows = [rows, *(window for window in WINDOWS if rows < window < samples), samples]
     per_step = recipe.batch.micro_batches * world_size
     return window_trade(lengths.train, rows, row_lengths, windows, per_step, recipe.train.seed)

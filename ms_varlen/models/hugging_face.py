@@ -14,6 +14,8 @@ from pydantic import ValidationError
 
 from ms_varlen.errors import RecipeError
 from ms_varlen.models.config import DecoderConfig
+from ms_varlen.models.other_nets import FieldFault, not_computed
+from ms_varlen.train.recipe_faults import field_faults
 
 CONFIG_FILE = "config.json"
 
@@ -46,9 +48,6 @@ _COPIED = (*_REQUIRED, "num_key_value_heads", "head_dim", "tie_word_embeddings",
 _BIASES = {"llama": ("attention_bias", "mlp_bias"), "mistral": (), "qwen2": (), "qwen3": ("attention_bias",)}
 _DEFAULT_WINDOW = 4096
 
-FieldFault = tuple[str, str]
-"""A key of the file, and what is wrong with it: rule, value found, next step."""
-
 
 def read_hugging_face(path: str | Path) -> tuple[dict[str, Any], list[FieldFault]]:
     """The fields of a `DecoderConfig` that a `config.json` describes, not validated yet, and what is wrong with it.
@@ -75,7 +74,7 @@ def read_hugging_face(path: str | Path) -> tuple[dict[str, Any], list[FieldFault
     unknown = list(_other_family(values))
     if unknown:
         return {}, unknown
-    faults = [*_missing(values, str(family)), *_not_computed(values)]
+    faults = [*_missing(values, str(family)), *not_computed(values, str(family), CAUSAL_LM[str(family)])]
     fields = {name: values[name] for name in _COPIED if values.get(name) is not None}
     fields |= {name: values[name] for name in _BIASES[str(family)] if values.get(name) is not None}
     rope, rope_faults = _rope(values)
@@ -97,7 +96,7 @@ def load_config(path: str | Path) -> DecoderConfig:
         try:
             return DecoderConfig.model_validate_json(json.dumps(fields), strict=True)
         except ValidationError as error:
-            lines = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors(include_url=False)]
+            lines = [str(fault) for fault in field_faults(error, DecoderConfig)]
     raise RecipeError(lines, str(path))
 
 
@@ -144,25 +143,6 @@ def _missing(values: dict[str, Any], family: str) -> Iterator[FieldFault]:
             )
 
 
-def _not_computed(values: dict[str, Any]) -> Iterator[FieldFault]:
-    allowed: dict[str, tuple[Any, str]] = {
-        "hidden_act": ("silu", "choose a model with silu"),
-        "attention_dropout": (
-            0,
-            "set it to 0.0 in the file: dropped scores differ between layouts of the same samples",
-        ),
-        "partial_rotary_factor": (1, "choose a model whose heads are turned whole"),
-        "quantization_config": (None, "take the model's weights in float32, bfloat16 or float16"),
-    }
-    for name, (value, advice) in allowed.items():
-        if values.get(name) not in (None, value):
-            yield name, f"must be {json.dumps(value)}, got {json.dumps(values[name])}; {advice}"
-    known = ("full_attention", "sliding_attention")
-    other = next((kind for kind in values.get("layer_types") or () if kind not in known), None)
-    if other is not None:
-        yield "layer_types", f"must hold only {' and '.join(known)}, got {json.dumps(other)}; choose another model"
-
-
 def _window(values: dict[str, Any], family: str) -> Any:
     """The tokens that attention sees where any layer slides; None where none does."""
     if family in ("llama", "mistral"):
@@ -187,8 +167,14 @@ def _rope(values: dict[str, Any]) -> tuple[dict[str, Any], list[FieldFault]]:
     # Older files say `type`; newer ones say `rope_type`, and some say both.
     old, kind = settings.pop("type", None), settings.pop("rope_type", None)
     kind = kind or old or "default"
-    if settings.pop("partial_rotary_factor", 1) != 1:
-        return fields, [(f"{name}.partial_rotary_factor", "must be 1; choose a model whose heads are turned whole")]
+    part = settings.pop("partial_rotary_factor", None)
+    if part not in (None, 1):
+        rule = f"must be 1, got {json.dumps(part)}; choose a model whose heads are turned whole"
+        return fields, [(f"{name}.partial_rotary_factor", rule)]
+    by_layer = [key for key, value in settings.items() if isinstance(value, dict)]
+    if by_layer and kind == "default":
+        rule = "must hold one setting for all layers (no others by kind of layer)"
+        return fields, [(name, f"{rule}, got {', '.join(by_layer)}; choose a model whose layers are turned alike")]
     if kind == "default":
         return fields, []
     if kind not in ("linear", "llama3"):

@@ -63,6 +63,7 @@ def optimal_boundaries(
     num_buckets: int | None,
     divisor: int,
     cost_per_bucket: float = 0.0,
+    lengths: np.ndarray | None = None,
 ) -> np.ndarray:
     """The boundaries that cost least over a histogram.
 
@@ -78,6 +79,7 @@ def optimal_boundaries(
         divisor: boundaries are multiples of it.
         cost_per_bucket: what one more bucket must save at least, in units of `cost` over the histogram: the price of
             compiling its graph.
+        lengths: [k] ints, increasing, what each of [k] `counts` is of, where few of many lengths occur; None: place.
     Returns:
         [K] int64, increasing, the last at least the longest length; K is below `num_buckets` where more save nothing.
     Raises:
@@ -88,7 +90,7 @@ def optimal_boundaries(
         raise ShapesError("cost_per_bucket must be > 0 when num_buckets is None, got 0; set one of them")
     if num_buckets is not None and num_buckets < 1:
         raise ShapesError(f"num_buckets must be >= 1, got {num_buckets}; raise shapes.num_buckets")
-    candidates, reached = _candidates(counts, divisor)
+    candidates, reached = _candidates(counts, divisor, lengths)
     costs = np.concatenate([[0.0], cost(candidates[1:])])
     if (np.diff(costs) <= 0).any():
         raise ShapesError("cost must increase with the length; pass the cost of one sequence of each length")
@@ -105,36 +107,44 @@ def optimal_boundaries(
 
 
 def auto_boundaries(
-    counts: np.ndarray, cost: Callable[[np.ndarray], np.ndarray], num_buckets: int | None, most: int, divisor: int
+    counts: np.ndarray,
+    cost: Callable[[np.ndarray], np.ndarray],
+    num_buckets: int | None,
+    most: int,
+    divisor: int,
+    lengths: np.ndarray | None = None,
 ) -> np.ndarray:
     """The boundaries that `auto` in a recipe picks: optimal ones, and as many as pay where their number is left open.
 
     A bench's measurements have no part in it: a plan must stay the same from one run to the next.
 
     Args:
-        counts, cost, divisor: as in `optimal_boundaries`.
+        counts, cost, divisor, lengths: as in `optimal_boundaries`.
         num_buckets: the most boundaries; None for as many as save `WORTH_A_BUCKET` each.
         most: the most boundaries where `num_buckets` is None: graphs that are allowed.
     Returns:
         [K] int64, increasing.
     """
     if num_buckets is not None:
-        return optimal_boundaries(counts, cost, num_buckets, divisor)
-    price = WORTH_A_BUCKET * float(counts[1:] @ cost(np.arange(1, counts.size)))
-    return optimal_boundaries(counts, cost, most, divisor, price)
+        return optimal_boundaries(counts, cost, num_buckets, divisor, lengths=lengths)
+    real = counts[1:] @ cost(np.arange(1, counts.size)) if lengths is None else counts @ cost(lengths)
+    return optimal_boundaries(counts, cost, most, divisor, WORTH_A_BUCKET * float(real), lengths)
 
 
-def _candidates(counts: np.ndarray, divisor: int) -> tuple[np.ndarray, np.ndarray]:
+def _candidates(counts: np.ndarray, divisor: int, lengths: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
     """Multiples of `divisor` that some length is rounded up to, and how many lengths each reaches; both start at 0."""
     counts = np.asarray(counts, np.int64)
-    if counts.size < 2 or counts[0] or not counts.any():
+    occurring = np.flatnonzero(counts)
+    counts = counts[occurring]
+    if lengths is not None:
+        occurring = lengths[occurring]
+    if not occurring.size or occurring[0] == 0:
         raise LengthsError(
             "counts must hold at least one length, and none of 0 tokens, "
             f"got {int(counts.sum())} lengths, {int(counts[:1].sum())} of them 0"
         )
-    occurring = np.flatnonzero(counts)
     multiples, cells = np.unique(-(-occurring // divisor), return_inverse=True)
-    reached = np.cumsum(np.bincount(cells, counts[occurring]))
+    reached = np.cumsum(np.bincount(cells, counts))
     return np.append(0, multiples * divisor), np.append(0.0, reached)
 
 

@@ -17,7 +17,7 @@ class EpochLedger:
         left_over: the epoch's end that does not fill a step.
         held_out: kept for evaluation.
         cut: cut off overlong documents.
-        dropped: documents removed by cleaning.
+        dropped: removed by cleaning, in tokens of whole documents; in samples, each such document is one.
     """
 
     total: int

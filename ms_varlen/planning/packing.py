@@ -11,8 +11,10 @@ Work goes by histogram and by array operation, with no Python loop over samples.
 clipped to 4096, in packs of 4096 tokens and at most 32 samples: 99.97 % full, half a second a million.
 """
 
+import bisect
 import dataclasses
 import itertools
+from collections import defaultdict
 from typing import NamedTuple
 
 import numpy as np
@@ -109,18 +111,18 @@ def _best_fit(counts: np.ndarray, capacity: int, max_segments: int, open_groups:
     Args:
         open_groups: [g, 3] ints: space (1 to `capacity`), slots (>= 1) and number of packs that are begun already.
     """
-    stacks: list[list[_Group]] = [[] for _ in range(capacity + 1)]
+    stacks: defaultdict[int, list[_Group]] = defaultdict(list)
     done: list[_Group] = []
-    spaces = 0  # bit s is set while stacks[s] holds a group, so the smallest space that fits is a shift away
     for origin, (space, slots, packs) in enumerate(open_groups.tolist()):
         stacks[space].append(_Group(packs, slots, origin, ()))
-        spaces |= 1 << space
+    spaces = sorted(stacks)  # those of which there is a group: few, however large the capacity
     for length in np.flatnonzero(counts)[::-1].tolist():
         left = int(counts[length])
         while left:
-            fitting = spaces >> length
+            place = bisect.bisect_left(spaces, length)
+            fitting = place < len(spaces)
             if fitting:
-                space = length + (fitting & -fitting).bit_length() - 1
+                space = spaces[place]
                 group = stacks[space].pop()
             else:
                 space, group = capacity, _Group(left, max_segments, _NEW, ())
@@ -130,15 +132,16 @@ def _best_fit(counts: np.ndarray, capacity: int, max_segments: int, open_groups:
             if fitting and packs < group.packs:
                 stacks[space].append(group._replace(packs=group.packs - packs))
             elif fitting and not stacks[space]:
-                spaces ^= 1 << space
+                del spaces[place]
             rest = space - each * length
             placed = _Group(packs, group.slots - each, group.origin, (*group.contents, (length, each)))
             if rest and placed.slots:
+                if not stacks[rest]:
+                    bisect.insort(spaces, rest)
                 stacks[rest].append(placed)
-                spaces |= 1 << rest
             else:
                 done.append(placed)
-    return _as_arrays([*done, *(group for stack in stacks for group in stack)])
+    return _as_arrays([*done, *(group for space in spaces for group in stacks[space])])
 
 
 def _as_arrays(groups: list[_Group]) -> PackGroups:

@@ -78,7 +78,10 @@ RECIPE_FAULTS: tuple[tuple[str, str, list[str]], ...] = (
 
 FILE_FAULTS = {
     "padded checkpoint in a varlen run": "CKPT-MODE",
-    "a flipped byte in a checkpoint": "CKPT-CORRUPT",
+    "a flipped byte in manifest.json": "CKPT-CORRUPT",
+    "a flipped byte in model.safetensors": "CKPT-CORRUPT",
+    "a flipped byte in state.json": "CKPT-CORRUPT",
+    "no optimizer.safetensors": "CKPT-CORRUPT",
     "a flipped byte in the token store": "DATA-STORE",
 }
 """Faults of files that a run left, and their codes."""
@@ -108,10 +111,12 @@ def find_in_files(recipe: Path, fault: str) -> tuple[str, str | None, float]:
         return find_in_recipe(recipe, [*overrides, f"checkpoint.resume={checkpoint}"])
     train(load_recipe(recipe, overrides), lambda _: None)
     (checkpoint,) = (folder / "varlen").glob("step_*")
-    path = next(folder.glob("stores/*/train/tokens.bin")) if "store" in fault else checkpoint / "manifest.json"
+    path = next(folder.glob("stores/*/train/tokens.bin")) if "store" in fault else checkpoint / fault.split()[-1]
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    path.unlink()
+    if not fault.startswith("no "):
+        path.write_bytes(content)
     return find_in_recipe(recipe, [*overrides, "checkpoint.resume=auto"])
 
 

@@ -91,6 +91,22 @@ def _swapped_first_two(segments: np.ndarray) -> np.ndarray:
     return np.concatenate([segments[:2][::-1], segments[2:]])
 
 
+def _rotated_first_three(segments: np.ndarray) -> np.ndarray:
+    return np.concatenate([segments[:3][[2, 0, 1]], segments[3:]]) if segments.size > 3 else segments
+
+
+def _three_late(segments: np.ndarray) -> np.ndarray:
+    moved = segments.copy()
+    if moved.size > 2 and moved[1] > 3:
+        moved[:2] += np.array([3, -3], moved.dtype)
+    return moved
+
+
+def _first_in_two(segments: np.ndarray) -> np.ndarray:
+    half = segments[0] // 2
+    return np.concatenate([[half, segments[0] - half], segments[1:]]) if half else segments
+
+
 def _one_late(segments: np.ndarray) -> np.ndarray:
     moved = segments.copy()
     if moved.size > 1 and moved[1] > 1:
@@ -107,7 +123,16 @@ def _mask(kind: str) -> Iterator[None]:
         ends = lengths[0].asnumpy()
         ids = np.repeat(np.arange(ends.size), np.diff(ends, prepend=0))
         isolated, causal = ids[:, None] == ids[None, :], np.tri(ids.size, dtype=bool)
-        keep = {"inverted": causal.T & isolated, "missing": isolated, "dense": causal}[kind]
+        before = isolated | (ids[:, None] - 1 == ids[None, :])
+        keep = {
+            "inverted": causal.T & isolated,
+            "missing": isolated,
+            "dense": causal,
+            "too far": isolated & np.tri(ids.size, k=1, dtype=bool),
+            "too short": isolated & np.tri(ids.size, k=-1, dtype=bool),
+            "window": isolated & causal & ~np.tri(ids.size, k=-8, dtype=bool),
+            "leak": before & causal,
+        }[kind]
         repeats = q_TND.shape[1] // k_TND.shape[1]
         k_TND, v_TND = (ops.repeat_interleave(x, repeats, 1) if repeats > 1 else x for x in (k_TND, v_TND))
         q, k, v = (x.swapaxes(0, 1) for x in (q_TND, k_TND, v_TND))
@@ -117,6 +142,42 @@ def _mask(kind: str) -> Iterator[None]:
 
     with mock.patch("ms_varlen.train.graphs.varlen_attention", wrong):
         yield
+
+
+@contextlib.contextmanager
+def _scaled(factor: float) -> Iterator[None]:
+    """Scores that are `factor` times what they must be."""
+
+    def wrong(q_TND: Any, k_TND: Any, v_TND: Any, lengths: tuple) -> Any:
+        return attention.varlen_attention(q_TND * factor, k_TND, v_TND, lengths)
+
+    with mock.patch("ms_varlen.train.graphs.varlen_attention", wrong):
+        yield
+
+
+@contextlib.contextmanager
+def _behind_the_checks(change: Callable[[Columns], Columns]) -> Iterator[None]:
+    """Change micro-batches without padded rows after they were checked."""
+    original = dataset.MicroBatches.columns
+
+    def changed(self: dataset.MicroBatches, ids: np.ndarray) -> Columns:
+        columns = original(self, ids)
+        return change(columns) if self._layout.mode == "varlen" else columns
+
+    with mock.patch.object(dataset.MicroBatches, "columns", changed):
+        yield
+
+
+def _another_id(columns: Columns) -> np.ndarray:
+    ids = columns["input_ids"].copy()
+    ids[5] = (ids[5] + 1) % 250
+    return ids
+
+
+def _no_target(columns: Columns) -> np.ndarray:
+    labels = columns["labels"].copy()
+    labels[3] = layouts.IGNORE_INDEX
+    return labels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +231,16 @@ FAULTS = (
     Fault("attention ignores the lengths", "MASK-DENSE", lambda: _mask("dense"), "align"),
     Fault("causal mask missing", "MASK-INVERTED", lambda: _mask("missing"), "align"),
     Fault("mask inverted", "MASK-INVERTED", lambda: _mask("inverted"), "align"),
+    Fault("attention ends of three samples rotated", "LEN-ORDER", lambda: _ends(_rotated_first_three), "align"),
+    Fault("attention end three tokens late", "LEN-WRONG", lambda: _ends(_three_late), "align"),
+    Fault("an end inside the first sample", "LEN-WRONG", lambda: _ends(_first_in_two), "align"),
+    Fault("causal mask one too far", "MASK-WRONG", lambda: _mask("too far"), "align"),
+    Fault("causal mask one short", "MASK-WRONG", lambda: _mask("too short"), "align"),
+    Fault("sliding window", "MASK-WRONG", lambda: _mask("window"), "align"),
+    Fault("samples see the one before", "MASK-DENSE", lambda: _mask("leak"), "align"),
+    Fault("scores scaled by 1.5", "LOSS-DIFFERS", lambda: _scaled(1.5), "align"),
+    Fault("another id", "DATA-TOKENS", lambda: _behind_the_checks(_changed("input_ids", _another_id)), "align"),
+    Fault("a target dropped", "LABEL-WRONG", lambda: _behind_the_checks(_changed("labels", _no_target)), "align"),
 )
 """What can be planted in the data path and the attention; the rest of the chapter is about whole recipes."""
 

@@ -62,7 +62,7 @@ def train(
         workload = exchange.together(lambda: prepare(recipe, progress, ranks.size, share))
         exchange.agree(_identity(workload))
         graphs = exchange.together(lambda: TrainingGraphs(workload, target))
-        with _open_run(recipe, graphs, exchange) as run:
+        with _open_run(workload, graphs, exchange) as run:
             if ranks.writes:
                 record = {**describe_plan(workload), "initial_weights": graphs.initial_weights}
                 write_atomically(run.folder / PLAN_FILE, [json.dumps(record, indent=1).encode()])
@@ -91,14 +91,14 @@ def _identity(workload: Workload) -> dict[str, Any]:
     }
 
 
-def _open_run(recipe: Recipe, graphs: TrainingGraphs, exchange: Exchange) -> Run:
+def _open_run(workload: Workload, graphs: TrainingGraphs, exchange: Exchange) -> Run:
     """The run folder: rank 0 opens it, the others load the same checkpoint."""
-    shapes = graphs.parameter_shapes()
+    recipe, shapes = workload.recipe, graphs.parameter_shapes()
 
     def opened() -> Run | None:
         if not exchange.ranks.writes:
             return None
-        return open_run(recipe.checkpoint, recipe.mode, recipe.resolved(), shapes)
+        return open_run(recipe.checkpoint, recipe.mode, recipe.resolved(), shapes, workload.store.fingerprint)
 
     run = exchange.together(opened)
     message = {}

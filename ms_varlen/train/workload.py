@@ -84,7 +84,8 @@ class Workload:
     ) -> dict[str, EpochLedger]:
         """Where the tokens and the samples of an epoch are after `steps` of its plan's steps, by unit.
 
-        Samples that were trained before the rest of the epoch was planned anew count as trained.
+        Samples that were trained before the rest of the epoch was planned anew count as trained. A document that
+        cleaning removed never became a sample; it counts as one that was dropped.
         """
         store, plan = self.store, self.plans.epoch(epoch)
         lengths = np.asarray(store.train.lengths)
@@ -103,14 +104,14 @@ class Workload:
             dropped=cleaning.tokens_dropped,
         )
         samples = EpochLedger(
-            total=len(store.train) + len(store.eval),
+            total=len(store.train) + len(store.eval) + cleaning.documents_dropped,
             trained=reached.size - skipped_samples,
             skipped=skipped_samples,
             pending=len(store.train) - reached.size - left_over.size,
             left_over=left_over.size,
             held_out=len(store.eval),
-            cut=0,
-            dropped=0,
+            cut=0,  # what is cut off was no sample
+            dropped=cleaning.documents_dropped,
         )
         return {"tokens": tokens, "samples": samples}
 
@@ -172,6 +173,11 @@ class SampleLengths:
         return cls(np.asarray(store.train.lengths), store.train.lengths_fingerprint, store.eval.longest)
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest sample, those for evaluation included."""
+        return max(int(self.train.max(initial=0)), self.longest_held_out)
+
+    @property
     def counts(self) -> np.ndarray:
         """[longest + 1] int64, how many samples have each length. Evaluation must fit too, so the longest held-out
         sample counts as one of them.
@@ -201,9 +207,9 @@ def recipe_row_lengths(recipe: Recipe, lengths: SampleLengths, cost: CostModel) 
     if recipe.mode in ("varlen", "packed"):
         return ()
     if not has_row_buckets(recipe.mode, recipe.shapes.kind):
-        return (
-            (seq_length,) if recipe.batch.pad_to == "max" else tuple(divisor_boundaries(seq_length, divisor).tolist())
-        )
+        if recipe.batch.pad_to == "max":
+            return (seq_length,)
+        return tuple(divisor_boundaries(min(seq_length, lengths.longest), divisor).tolist())
     if isinstance(recipe.shapes.row_buckets, list):
         return tuple(recipe.shapes.row_buckets)
     return auto_row_lengths(recipe, lengths, cost)
@@ -272,10 +278,10 @@ def recipe_shapes(recipe: Recipe, plans: EpochPlans, row_lengths: tuple[int, ...
             plan = plans.epoch(0)
             needed = np.add.reduceat(plans.lengths[plan.order], plan.offsets[:-1], dtype=np.int64)
             # Another epoch may fill a micro-batch further, so the budget is one of the sizes.
-            counts = length_counts(np.append(needed, tokens))
+            lengths, counts = np.unique(np.append(needed, tokens), return_counts=True)
             num_buckets, divisor = recipe.shapes.num_buckets, recipe.shapes.divisor
             # Segments do not grow with T, so its padding costs tokens alone.
-            sizes = auto_boundaries(counts, TOKENS.cost, num_buckets, most, divisor).tolist()
+            sizes = auto_boundaries(counts, TOKENS.cost, num_buckets, most, divisor, lengths).tolist()
     return TokenShapes.from_config(recipe.shapes, tokens, recipe.batch.max_segments, sizes)
 
 
