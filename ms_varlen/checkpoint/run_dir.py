@@ -280,7 +280,8 @@ def _lock(folder: Path) -> IO[bytes]:
         lock.close()
         raise CheckpointError(
             f"{folder} must be written by one process at a time, the process with pid {holder} holds it; "
-            "wait for it, or begin another run with checkpoint.resume=never"
+            "wait for it, or begin another run with checkpoint.resume=never",
+            "CKPT-LOCKED",
         ) from error
     lock.truncate(0)
     lock.write(str(os.getpid()).encode())

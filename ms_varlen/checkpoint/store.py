@@ -346,7 +346,8 @@ def _not_written(final: Path, tensors: Mapping[str, Mapping[str, np.ndarray]], e
     last = f"the last good one is {older[-1]}" if older else "there is no older one"
     return CheckpointError(
         f"{final} could not be written ({error}): needed {needed / 1e6:.1f} MB, free {free / 1e6:.1f} MB in "
-        f"{final.parent}; {last}; make room, then start again: the run goes on from there"
+        f"{final.parent}; {last}; make room, then start again: the run goes on from there",
+        "CKPT-DISK",
     )
 
 
