@@ -1,8 +1,11 @@
 """Try on one card whatever ms_varlen assumes of it: ``python scripts/npu_acceptance.py > acceptance.json``.
 
-One JSON object goes to stdout: for each check whether it held, its seconds and what was measured; exit status 0 when
-all that are required held. Each check runs in a process of its own, since a kernel that fails may leave a card unusable
-to its process. Without a card the attention checks run on the emulator of `FlashAttentionScore`, all in this process.
+One JSON object goes to stdout: for each check whether it held, its seconds and what was measured. `passed` is true and
+the exit status 0 when all that are required held, false and 1 otherwise. Each check runs in a process of its own, since
+a kernel that fails may leave a card unusable to its process.
+
+Without a card the attention checks run on the emulator of `FlashAttentionScore`, all in this process. That says nothing
+about a card: `passed` is null, and the exit status 2. With ``--emulate``, which tries this script, it is 0 or 1.
 """
 
 import argparse
@@ -304,33 +307,69 @@ def run_check(name: str) -> dict[str, Any]:
 
 
 def in_own_process(name: str) -> dict[str, Any]:
-    """One check in a child, which may crash or hang."""
-    command = [sys.executable, __file__, "--check", name]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=CHECK_SECONDS)
-    except subprocess.TimeoutExpired:
-        return {"ok": False, "error": f"no answer within {CHECK_SECONDS} s"}
-    if done.returncode or not done.stdout.strip():
-        return {"ok": False, "error": f"ended with status {done.returncode}", "where": done.stderr[-1500:]}
-    return json.loads(done.stdout.splitlines()[-1])
+    """One check in a child, which may crash or hang; libraries may print what they like, its result is in a file."""
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "result.json"
+        command = [sys.executable, __file__, "--check", name, "--output", str(file)]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", check=False, timeout=CHECK_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            return {"ok": False, "error": f"no answer within {CHECK_SECONDS} s", "seconds": CHECK_SECONDS}
+        if file.is_file():
+            return json.loads(file.read_text())
+    seconds = round(time.perf_counter() - begin, 2)
+    return {
+        "ok": False,
+        "error": f"ended with status {done.returncode}",
+        "where": done.stderr[-1500:],
+        "seconds": seconds,
+    }
+
+
+def verdict(results: dict[str, dict[str, Any]], card: bool, emulate: bool) -> tuple[bool | None, int]:
+    """Whether a card passed, None without one, and the exit status.
+
+    Args:
+        results: of the checks, by name.
+        card: whether they ran on one.
+        emulate: whether the emulator was asked for.
+    """
+    held = all(result["ok"] for result in results.values() if result["required"])
+    status = 0 if held else 1
+    return (held, status) if card else (None, status if emulate else 2)
+
+
+def told(name: str, result: dict[str, Any]) -> str:
+    """One line about a check, for people."""
+    failed = "FAILED" if result["required"] else "not so (optional)"
+    return f"{'held' if result['ok'] else failed}: {name}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Try on one card whatever ms_varlen assumes of it; prints one JSON.")
     parser.add_argument("--check", choices=sorted(CHECKS), help="run one check alone, in this process")
-    only = parser.parse_args().check
-    if only:
-        print(json.dumps(run_check(only)))
-        return 0
+    parser.add_argument("--output", type=Path, help="with --check: write its result to this file")
+    parser.add_argument("--emulate", action="store_true", help="without a card: try this script itself")
+    given = parser.parse_args()
+    if given.check:
+        result = run_check(given.check)
+        if given.output:
+            given.output.write_text(json.dumps(result))
+        else:
+            print(json.dumps(result))
+        return 0 if result["ok"] else 1
     run = in_own_process if on_card() else run_check
     results = {}
     for name in CHECKS:
         results[name] = {**run(name), "required": name not in OPTIONAL}
-        print(f"{'held' if results[name]['ok'] else 'FAILED'}: {name}", file=sys.stderr, flush=True)
-    passed = all(result["ok"] for result in results.values() if result["required"])
+        print(told(name, results[name]), file=sys.stderr, flush=True)
+    passed, status = verdict(results, on_card(), given.emulate)
     emulated = "FlashAttentionScore was emulated: nothing here says anything about a card"
     print(json.dumps({"passed": passed, "note": None if on_card() else emulated, "checks": results}))
-    return 0 if passed else 1
+    return status
 
 
 if __name__ == "__main__":

@@ -1,8 +1,24 @@
 """Train a recipe: ``python scripts/train.py recipes/quickstart.yaml train.steps=20``."""
 
+import ctypes
+import os
+import signal
 import sys
 
-from ms_varlen.cli import main
+
+def follow_msrun() -> None:
+    """End with the msrun that started this process, also when it dies while this one starts or is dead already."""
+    parent = int(os.environ.get("MS_VARLEN_MSRUN_PID", os.getppid()))
+    if sys.platform == "linux" and os.environ.get("MS_ROLE") == "MS_WORKER":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    # The system tells of a death that comes after the call alone.
+    if "MS_ROLE" in os.environ and os.getppid() != parent:
+        sys.exit(f"msrun (pid {parent}) is gone before this process began: it leaves")
+
 
 if __name__ == "__main__":
+    follow_msrun()  # before the imports, which take seconds
+
+    from ms_varlen.cli import main
+
     sys.exit(main(["train", *sys.argv[1:]]))

@@ -80,6 +80,8 @@ def write_hugging_face(folder: Path, config: DecoderConfig) -> None:
 def run_python(folder: Path, *command: str) -> str:
     """What a process printed; MindFormers' log goes to `folder`."""
     environment = os.environ | {"LOG_MF_PATH": str(folder / "log"), "PYTHONPATH": str(ROOT), "GOMP_SPINCOUNT": "0"}
+    # msrun starts the `python` that it finds.
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
     run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     return run.stdout
@@ -192,7 +194,9 @@ def test_two_ranks_of_mindformers_trainer_see_each_sample_once_in_equal_steps(co
         f"--master_port={free_port()}",
         f"--log_dir={tmp_path / 'msrun'}",
     )
-    run_python(tmp_path, "msrun", *ranks, "--join=True", worker, str(tmp_path))
+    run_python(
+        tmp_path, sys.executable, "-m", "mindspore.parallel.cluster.run", *ranks, "--join=True", worker, str(tmp_path)
+    )
     loader = {k: v for k, v in made["train_dataset"]["data_loader"].items() if k not in ("type", "auto_register")}
     feed = open_feed(loader, made["train_dataset"]["input_columns"], 4, 0, 2)
     fed = [np.load(tmp_path / f"fed_{rank}.npz") for rank in range(2)]

@@ -1,12 +1,22 @@
+import os
 import signal
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ms_varlen.errors import VarlenError
-from ms_varlen.train.bad_steps import Skipped, check_bad_steps
-from ms_varlen.train.launch import Cluster, first_error, main
+from ms_varlen.train import launch
+from ms_varlen.train.bad_steps import check_bad_steps
+from ms_varlen.train.cluster import TRAIN_SCRIPT, Cluster
+from ms_varlen.train.launch import Launch, failed_worker, first_cause, first_error, main
 from ms_varlen.train.ranks import Ranks, StopRequest
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
 
 TRACEBACK = """some line
 Traceback (most recent call last):
@@ -85,6 +95,166 @@ def test_alone_signals_are_left_as_they_are(monkeypatch):
 
 
 def test_too_many_bad_steps_stop_the_run():
-    check_bad_steps(Skipped(steps=3), most=3)
-    with pytest.raises(VarlenError, match=r"at most 3 \(train.max_bad_steps\), got 4: .*bad_step_\*\.json"):
-        check_bad_steps(Skipped(steps=4), most=3)
+    check_bad_steps(3, most=3)
+    with pytest.raises(VarlenError, match=r"at most 3 \(train.max_bad_steps\), got 4 since .*bad_step_\*\.json"):
+        check_bad_steps(4, most=3)
+
+
+@pytest.mark.parametrize(
+    ("workers", "environment", "message"),
+    [
+        (0, {}, "N must be at least 1, got 0"),
+        (2, {"LOCAL_WORKER": "4"}, r"LOCAL_WORKER must be at most N \(2\), got 4"),
+        (2, {"LOCAL_WORKER": "0"}, "LOCAL_WORKER must be at least 1, got 0"),
+        (2, {"MASTER_PORT": "abc"}, "MASTER_PORT must be a number, got 'abc'"),
+        (2, {"MASTER_PORT": "70000"}, "MASTER_PORT must be at most 65535, got 70000"),
+        (2, {"STOP_SECONDS": "nan"}, "STOP_SECONDS must be at least 0, got nan"),
+        (2, {"NODE_RANK": "1"}, r"LOCAL_WORKER must be less than N \(2\) on several nodes, got NODE_RANK=1 and"),
+        (4, {"NODE_RANK": "2", "LOCAL_WORKER": "2"}, r"NODE_RANK must leave LOCAL_WORKER \(2\) of the N \(4\) .*got 2"),
+    ],
+)
+def test_wrong_variables_are_refused(workers, environment, message):
+    with pytest.raises(VarlenError, match=message):
+        Cluster.from_environment(workers, environment)
+
+
+def test_overrides_without_dashes_are_told_about_them(capsys):
+    for arguments in (["r.yaml", "2", "train.steps=3"], ["r.yaml", "train.steps=3"]):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        err = capsys.readouterr().err
+        assert "put -- before overrides" in err
+        assert err.count("\n") == 1
+
+
+def test_taken_port_is_refused_before_logs_are_touched(tmp_path, monkeypatch, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        monkeypatch.setenv("LOG_DIR", str(tmp_path / "log"))
+        assert main([str(RECIPE), "2"]) == 1
+    assert f"MASTER_PORT must be free, got {port} in use; set another" in capsys.readouterr().err
+    assert not (tmp_path / "log").exists()
+
+
+def test_log_dir_of_a_running_launch_is_left_alone(tmp_path):
+    cluster = Cluster.from_environment(2, {"LOG_DIR": str(tmp_path)})
+    (tmp_path / "worker_5.log").write_text("of an earlier run")
+    with cluster.take_log_dir():
+        assert not (tmp_path / "worker_5.log").exists()
+        cluster.log_of(0).write_text("mine")
+        with pytest.raises(VarlenError, match=rf"belong to a running launch, pid {os.getpid()}; set LOG_DIR"):
+            cluster.take_log_dir()
+        assert cluster.log_of(0).read_text() == "mine"
+    cluster.take_log_dir().close()
+
+
+def test_nodes_that_share_a_log_dir_keep_each_others_logs(tmp_path):
+    nodes = [
+        Cluster.from_environment(4, {"LOG_DIR": str(tmp_path), "LOCAL_WORKER": "2", "NODE_RANK": str(node)})
+        for node in range(2)
+    ]
+    with nodes[0].take_log_dir():
+        nodes[0].log_of(1).write_text("node 0")
+        nodes[0].scheduler_log.write_text("node 0")
+        nodes[1].take_log_dir().close()
+        assert nodes[0].log_of(1).is_file()
+        assert nodes[0].scheduler_log.is_file()
+
+
+def test_only_own_workers_of_msruns_log_count():
+    log = (
+        "Worker process 7 exit with exception. Error code: 1.\nWorker process 9 exit with exception. Error code: -9.\n"
+    )
+    assert failed_worker(log, {9: 1}) == (-9, 1)
+    assert failed_worker(log, {8: 1}) == (0, None)
+
+
+def test_cause_goes_before_its_consequences(tmp_path):
+    logs = {}
+    for rank, text in enumerate(
+        [
+            "error: rank 2 stopped, and with it all others: x\n",
+            "error: rank 2 must answer the others, and is gone (reset)\n",
+            "error: disk is full\n",
+        ]
+    ):
+        logs[f"rank {rank}"] = tmp_path / f"worker_{rank}.log"
+        logs[f"rank {rank}"].write_text(text)
+    assert first_cause(logs) == ("rank 2", "error: disk is full")
+    del logs["rank 2"]
+    assert first_cause(logs) == ("rank 0", "error: rank 2 stopped, and with it all others: x")
+    assert first_cause({}) is None
+
+
+def test_training_script_leaves_when_msrun_is_gone_already():
+    environment = {**os.environ, "MS_ROLE": "MS_WORKER", "MS_VARLEN_MSRUN_PID": "1"}
+    done = subprocess.run(
+        [sys.executable, TRAIN_SCRIPT, RECIPE], env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 1
+    assert "msrun (pid 1) is gone" in done.stderr
+
+
+# Starts a scheduler and a worker as msrun does, and says of a worker that failed what msrun says.
+MSRUN = """
+import os, subprocess, sys, time
+def start(role, code):
+    environment = {**os.environ, "MS_ROLE": role, "RANK_ID": "0"}
+    return subprocess.Popen([sys.executable, "-c", code], env=environment)
+scheduler, worker = start("MS_SCHED", SCHEDULER), start("MS_WORKER", WORKER)
+while worker.poll() is None:
+    time.sleep(0.05)
+if worker.returncode:
+    print(f"Worker process {worker.pid} exit with exception. Error code: {worker.returncode}.", flush=True)
+    scheduler.kill()
+sys.exit(scheduler.wait() or worker.returncode)
+"""
+WAITING = "import time; time.sleep(60)"
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+
+
+def launched(tmp_path, monkeypatch, scheduler, worker):
+    script = MSRUN.replace("SCHEDULER)", f"{scheduler!r})").replace("WORKER)", f"{worker!r})")
+    monkeypatch.setattr(Cluster, "command", lambda *_: [sys.executable, "-c", script])
+    monkeypatch.setattr(launch, "NOTHING_TO_SAVE_SECONDS", 1)
+    return Launch(Cluster.from_environment(1, {"LOG_DIR": str(tmp_path)}), [])
+
+
+def test_signal_while_ranks_start_is_no_error_and_needs_no_long_wait(tmp_path, monkeypatch, capsys):
+    launch = launched(tmp_path, monkeypatch, WAITING, DEAF)
+    begin = time.monotonic()
+    launch.ask_to_stop(signal.SIGTERM)
+    assert launch.wait() == 143
+    assert time.monotonic() - begin < 10
+    assert "stopped on SIGTERM before the first step; nothing to save" in capsys.readouterr().err
+
+
+def test_scheduler_that_fails_ends_the_ranks(tmp_path, monkeypatch, capsys):
+    launch = launched(tmp_path, monkeypatch, "import time; time.sleep(1); raise OSError('no port')", DEAF)
+    (tmp_path / "scheduler.log").write_text("Traceback (most recent call last):\n  x\nOSError: no port\n")
+    assert launch.wait() == 1
+    err = capsys.readouterr().err
+    assert "the scheduler ended with an error" in err
+    assert "first error of the scheduler: OSError: no port" in err
+
+
+def test_ranks_that_left_well_are_no_failure_whatever_the_scheduler_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "SCHEDULER_SECONDS", 1)
+    assert launched(tmp_path, monkeypatch, WAITING, "import time; time.sleep(1)").wait() == 0
+
+
+def test_msrun_ends_with_a_killed_launcher(tmp_path):
+    code = (
+        "import os, signal, sys\nfrom ms_varlen.train.launch import Launch\n"
+        "from ms_varlen.train.cluster import Cluster\n"
+        "Cluster.command = lambda *_: [sys.executable, '-c', 'import time; time.sleep(60)']\n"
+        f"launch = Launch(Cluster.from_environment(1, {{'LOG_DIR': {str(tmp_path)!r}}}), [])\n"
+        "print(launch._msrun.pid, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    end = time.monotonic() + 5
+    while psutil.pid_exists(pid := int(done.stdout)) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end
+        time.sleep(0.05)

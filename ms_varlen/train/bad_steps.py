@@ -23,17 +23,20 @@ class Skipped:
     tokens: int = 0
 
 
-def check_bad_steps(skipped: Skipped, most: int) -> None:
+def check_bad_steps(steps: int, most: int) -> None:
     """Stop a run that skips too often.
 
+    Args:
+        steps: skipped since the run was started, for the first time or again.
+        most: `train.max_bad_steps`.
     Raises:
         VarlenError: more than `most` steps were skipped.
     """
-    if skipped.steps > most:
+    if steps > most:
         raise VarlenError(
-            f"skipped steps must be at most {most} (train.max_bad_steps), got {skipped.steps}: their loss or gradient "
-            "was not finite; look at the bad_step_*.json files in the run folder, lower train.learning_rate, or raise "
-            "train.max_bad_steps"
+            f"skipped steps must be at most {most} (train.max_bad_steps), got {steps} since this start: their loss or "
+            "gradient was not finite; look at the bad_step_*.json files in the run folder, lower train.learning_rate, "
+            "or raise train.max_bad_steps"
         )
 
 

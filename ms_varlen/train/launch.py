@@ -9,8 +9,6 @@ runs this, no process of it stays behind. Imports no MindSpore.
 
 import argparse
 import contextlib
-import ctypes
-import dataclasses
 import os
 import re
 import signal
@@ -20,16 +18,26 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
-from ms_varlen.errors import RecipeError
-from ms_varlen.train.ranks import ROLE, SCHEDULER, SET_PARENT_DEATH_SIGNAL
+from ms_varlen.errors import VarlenError
+from ms_varlen.train.cluster import Cluster
+from ms_varlen.train.ranks import MSRUN_PID, ROLE, SCHEDULER, alive, ask_for_signal_of_parents_death
 from ms_varlen.train.recipe import load_recipe
 
-TRAIN_SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "train.py"
 SCHEDULER_SECONDS = 5
 """How long the scheduler may live on without workers; by itself it waits for dead ones for half a minute."""
+NOTHING_TO_SAVE_SECONDS = 10
+"""How long ranks have to leave while none has joined the others: MindSpore holds signals back until then."""
+
+JOINED = re.compile(r"rank \d+ of\s+\d+")
+"""What a rank logs when it has joined the others."""
+EXIT_CODE = 48
+"""Place of the exit code in /proc/PID/stat, counted from behind the state."""
+CONSEQUENCE = re.compile(r"rank \d+ stopped, and with it|, and is gone \(")
+"""Errors that a rank has because another one had one."""
 
 USAGE = "msrun_launch.sh RECIPE [N] [-- section.key=value ...]"
 VARIABLES = """\
@@ -41,62 +49,9 @@ N is the number of ranks over all nodes, 8 if left out. Environment, as for Mind
   LOG_DIR           folder of worker_0.log, worker_1.log, ... and scheduler.log (output/msrun_log)
   CLUSTER_TIME_OUT  seconds to wait for all nodes at the start (7200)
   STOP_SECONDS      seconds that ranks have to save and leave after SIGTERM or SIGINT (600)
+Exit status: 0, also when the ranks were asked to stop and saved; that of the rank that failed first, 137 when it was
+killed; 143 (SIGTERM) or 130 (SIGINT) when they were stopped before their first step; 1 or 2 when nothing was started.
 """
-
-
-@dataclasses.dataclass(frozen=True)
-class Cluster:
-    """The ranks to start, and those of this node."""
-
-    workers: int
-    local_workers: int
-    master_addr: str
-    master_port: int
-    node_rank: int
-    log_dir: Path
-    cluster_time_out: int
-    stop_seconds: float
-
-    @classmethod
-    def from_environment(cls, workers: int, environment: Mapping[str, str]) -> "Cluster":
-        """The cluster that the variables of the usage describe."""
-        return cls(
-            workers=workers,
-            local_workers=int(environment.get("LOCAL_WORKER", workers)),
-            master_addr=environment.get("MASTER_ADDR", "127.0.0.1"),
-            master_port=int(environment.get("MASTER_PORT", 8118)),
-            node_rank=int(environment.get("NODE_RANK", 0)),
-            log_dir=Path(environment.get("LOG_DIR", "output/msrun_log")),
-            cluster_time_out=int(environment.get("CLUSTER_TIME_OUT", 7200)),
-            stop_seconds=float(environment.get("STOP_SECONDS", 600)),
-        )
-
-    @property
-    def first_rank(self) -> int:
-        """The lowest rank of this node."""
-        return self.node_rank * self.local_workers if self.local_workers < self.workers else 0
-
-    def log_of(self, rank: int) -> Path:
-        """The log of a rank of this node."""
-        return self.log_dir / f"worker_{rank}.log"
-
-    def command(self, arguments: Sequence[str]) -> list[str]:
-        """msrun with the training script; it prints no worker's log, so that it starts no `tail` for each."""
-        return [
-            sys.executable,
-            *("-m", "mindspore.parallel.cluster.run"),
-            f"--worker_num={self.workers}",
-            f"--local_worker_num={self.local_workers}",
-            f"--master_addr={self.master_addr}",
-            f"--master_port={self.master_port}",
-            f"--node_rank={self.node_rank}",
-            f"--log_dir={self.log_dir}",
-            f"--cluster_time_out={self.cluster_time_out}",
-            "--join=True",
-            f"--tail_worker_log={self.workers}",
-            str(TRAIN_SCRIPT),
-            *arguments,
-        ]
 
 
 class Launch:
@@ -109,22 +64,25 @@ class Launch:
 
     def __init__(self, cluster: Cluster, arguments: Sequence[str]):
         self._cluster = cluster
-        cluster.log_dir.mkdir(parents=True, exist_ok=True)
-        self._msrun_log = cluster.log_dir / "msrun.log"
+        # A child's environment cannot hold its own process id; the shell knows it, and becomes msrun.
+        shell = ["sh", "-c", f'{MSRUN_PID}=$$ exec "$@"', "msrun"]
         # msrun starts the `python` of the PATH.
         search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-        with self._msrun_log.open("wb") as log:
+        launcher = os.getpid()
+        with cluster.take_log_dir() as log:
             # A session of its own: Ctrl-C on the terminal reaches this process alone.
             self._msrun = subprocess.Popen(
-                cluster.command(arguments),
+                [*shell, *cluster.command(arguments)],
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "PATH": search},
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=lambda: ask_for_signal_of_parents_death(launcher),
             )
         self._workers: dict[int, psutil.Process] = {}
         self._others: list[psutil.Process] = []
+        self._scheduler: psutil.Process | None = None
+        self._scheduler_failed = self._left_alone = self._asked_early = False
         self._asked: list[int] = []
         self._told: set[int] = set()
 
@@ -135,24 +93,40 @@ class Launch:
     def wait(self) -> int:
         """Look after the ranks until all have ended; the exit status: 0, or that of the first that failed."""
         deadline = without_workers = float("inf")
-        while self._msrun.poll() is None or any(map(_alive, self._workers.values())):
+        while self._msrun.poll() is None or any(map(alive, self._workers.values())):
             self._look()
-            if self._msrun.returncode is not None:  # then the system has sent the workers a SIGTERM
-                deadline = min(deadline, time.monotonic() + self._cluster.stop_seconds)
-            if self._asked:
+            if not self._scheduler_failed and self._scheduler is not None and _failed(self._scheduler):
+                self._scheduler_failed = True
+                _say("the scheduler ended with an error: the ranks are stopped")
+            # When msrun is gone, the system has sent the workers a SIGTERM.
+            if self._asked or self._scheduler_failed or self._msrun.returncode is not None:
+                self._asked_early = self._asked_early or not (self._told or self._joined())
                 self._forward()
-                deadline = min(deadline, time.monotonic() + self._cluster.stop_seconds)
+                if deadline == float("inf") or self._scheduler_failed:
+                    deadline = min(deadline, time.monotonic() + self._stop_seconds())
             if len(self._asked) > 1 or time.monotonic() > deadline:
-                _say(f"ranks are ended after {'a second signal' if len(self._asked) > 1 else 'STOP_SECONDS'}")
+                _say(f"ranks are ended after {'a second signal' if len(self._asked) > 1 else 'their time to leave'}")
                 break
-            if self._workers and not any(map(_alive, self._workers.values())):
+            if self._workers and not any(map(alive, self._workers.values())):
                 without_workers = min(without_workers, time.monotonic() + SCHEDULER_SECONDS)
                 if time.monotonic() > without_workers:
+                    self._left_alone = True
                     break
             time.sleep(0.2)
         self._look()
         self._end_all()
         return self._status()
+
+    def _stop_seconds(self) -> float:
+        """How long ranks may take to leave. Without a scheduler they cannot wait for each other's save."""
+        if self._scheduler_failed or not self._joined():
+            return min(NOTHING_TO_SAVE_SECONDS, self._cluster.stop_seconds)
+        return self._cluster.stop_seconds
+
+    def _joined(self) -> bool:
+        """Whether a rank of this node has joined the others."""
+        logs = map(self._cluster.log_of, self._workers)
+        return any(log.is_file() and JOINED.search(log.read_text("utf-8", "replace")) for log in logs)
 
     def _look(self) -> None:
         """Take down the processes that msrun has started so far."""
@@ -164,6 +138,8 @@ class Launch:
                     environment = process.environ()
                     if environment.get(ROLE) in (None, SCHEDULER) or process.ppid() != self._msrun.pid:
                         self._others.append(process)
+                        if environment.get(ROLE) == SCHEDULER and process.ppid() == self._msrun.pid:
+                            self._scheduler = process
                     else:
                         self._workers[int(environment["RANK_ID"])] = process
 
@@ -185,29 +161,52 @@ class Launch:
         self._msrun.wait()
 
     def _status(self) -> int:
-        failed = re.search(
-            r"Worker process (\d+) exit with exception\. Error code: (-?\d+)",
-            self._msrun_log.read_text("utf-8", "replace"),
-        )
-        if failed is None and self._msrun.returncode == 0:
-            return 0
         ranks = {worker.pid: rank for rank, worker in self._workers.items()}
-        rank = ranks.get(int(failed[1])) if failed else None
-        status = int(failed[2]) if failed else 1
+        status, rank = failed_worker(self._cluster.msrun_log.read_text("utf-8", "replace"), ranks)
+        # A scheduler that was ended for lingering is no failure of msrun's; the ranks had left well by then.
+        if rank is None and not self._scheduler_failed and (self._msrun.returncode == 0 or self._left_alone):
+            return 0
+        if self._asked and self._asked_early:
+            name = signal.Signals(self._asked[0]).name
+            _say(f"stopped on {name} before the first step; nothing to save")
+            return 128 + self._asked[0]
+        status = 1 if self._scheduler_failed else status or 1
         self._report(rank, status)
         return status if status > 0 else 128 - status
 
     def _report(self, rank: int | None, status: int) -> None:
         order = sorted(self._workers, key=lambda other: (other != rank, other))
-        if rank is not None:
+        if rank is not None and not self._scheduler_failed:
             how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
             _say(f"rank {rank} {how}, the others were ended too; its log is {self._cluster.log_of(rank)}")
-        for other in order:
-            error = first_error(self._cluster.log_of(other))
-            if error:
-                _say(f"first error of rank {other}: {error}")
-                return
-        _say(f"no worker wrote an error; see {self._msrun_log}")
+        logs = {f"rank {other}": self._cluster.log_of(other) for other in order}
+        scheduler = {"the scheduler": self._cluster.scheduler_log}
+        found = first_cause({**scheduler, **logs} if self._scheduler_failed else {**logs, **scheduler})
+        if found is None:
+            _say(f"no rank and no scheduler wrote an error; see {self._cluster.msrun_log}")
+        else:
+            _say(f"first error of {found[0]}: {found[1]}")
+
+
+def failed_worker(msrun_log: str, ranks: Mapping[int, int]) -> tuple[int, int | None]:
+    """The worker that msrun's log says failed first: its status, negative for a signal, and its rank; else (0, None).
+
+    Args:
+        msrun_log: text of the log.
+        ranks: rank by process id, of the workers that may be meant.
+    """
+    for failed in re.finditer(r"Worker process (\d+) exit with exception\. Error code: (-?\d+)", msrun_log):
+        if int(failed[1]) in ranks:
+            return int(failed[2]), ranks[int(failed[1])]
+    return 0, None
+
+
+def first_cause(logs: Mapping[str, Path]) -> tuple[str, str] | None:
+    """The name and the first error of the first log with one, if possible with one that is not another rank's doing."""
+    errors = [(name, error) for name, log in logs.items() if (error := first_error(log))]
+    return next(
+        (found for found in errors if not CONSEQUENCE.search(" ".join(found[1].split()))), next(iter(errors), None)
+    )
 
 
 def first_error(log: Path) -> str | None:
@@ -240,44 +239,55 @@ def _follow(log: Path, ended: threading.Event) -> None:
                 ended.wait(0.3)
 
 
-def _alive(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-def _end_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+def _failed(process: psutil.Process) -> bool:
+    """Whether a process that its parent has not taken note of yet ended with an error; False where that is not told."""
+    try:
+        state, *rest = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return state == "Z" and rest[EXIT_CODE] != "0"
 
 
 def _say(text: str) -> None:
     print(f"msrun_launch: {text}", file=sys.stderr, flush=True)
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Leave with one line."""
+        overrides = re.search(r"\b\S+=\S*", message)
+        hint = "; put -- before overrides" if overrides else ""
+        self.exit(2, f"error: {message}{hint}; usage: {USAGE}\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the launcher; the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="msrun_launch.sh", usage=USAGE, epilog=VARIABLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("recipe")
-    parser.add_argument("workers", nargs="?", type=int, default=8)
+    parser.add_argument("N", nargs="?", type=int, default=8)
     arguments = list(sys.argv[1:] if argv is None else argv)
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     given, overrides = parser.parse_args(arguments[:cut]), arguments[cut + 1 :]
     try:
+        cluster = Cluster.from_environment(given.N, os.environ)
         load_recipe(given.recipe, [override for override in overrides if not override.startswith("--")])
-    except RecipeError as error:
+        cluster.check_port()
+        launch = Launch(cluster, [given.recipe, *overrides])
+    except VarlenError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    cluster = Cluster.from_environment(given.workers, os.environ)
-    for stale in cluster.log_dir.glob("worker_*.log"):
-        stale.unlink()
-    _say(f"{cluster.workers} ranks, {cluster.local_workers} on this node; logs in {cluster.log_dir}")
-    launch, ended = Launch(cluster, [given.recipe, *overrides]), threading.Event()
+    return _look_after(launch, cluster)
+
+
+def _look_after(launch: Launch, cluster: Cluster) -> int:
+    """Pass signals on and show the log of a rank until all have ended."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
             signal.signal(number, launch.ask_to_stop)
+    _say(f"{cluster.workers} ranks, {cluster.local_workers} on this node; logs in {cluster.log_dir}")
+    ended = threading.Event()
     follower = threading.Thread(target=_follow, args=(cluster.log_of(cluster.first_rank), ended))
     follower.start()
     try:

@@ -70,7 +70,7 @@ class TrainingLoop:
         self._train_batches = MicroBatches(store.train, workload.layout, store.pad_id, graphs.attention.columns)
         self._eval_batches = MicroBatches(store.eval, workload.eval_layout, store.pad_id, graphs.attention.columns)
         self._step, self._state, self._skipped = 0, workload.plans.start(), Skipped()
-        self._saved_step = 0
+        self._saved_step = self._skipped_before = 0
         folder = run.folder / "profile" / f"rank_{self._exchange.ranks.rank}"
         self._profiler = StepProfiler(self._recipe.device.profile_steps, folder)
         if run.checkpoint is not None:
@@ -83,6 +83,7 @@ class TrainingLoop:
         self._step = self._saved_step = checkpoint.step
         self._state = resumed_state(self._workload.plans, saved["plan"], replanned)
         self._skipped = Skipped(**saved["skipped"])
+        self._skipped_before = self._skipped.steps
 
     @property
     def step(self) -> int:
@@ -115,10 +116,12 @@ class TrainingLoop:
                 metrics = done
                 self._state = self._workload.plans.after(state)
                 self._tell(lines, metrics)
-                too_bad = self._skipped.steps > self._recipe.train.max_bad_steps
+                # Those of earlier starts do not count: a run that was ended for them goes on when it is started again.
+                bad_steps = self._skipped.steps - self._skipped_before
+                too_bad = bad_steps > self._recipe.train.max_bad_steps
                 if too_bad or self._due(self._recipe.checkpoint.every):
                     self._save(last=too_bad or self._step == self._recipe.train.steps)
-                check_bad_steps(self._skipped, self._recipe.train.max_bad_steps)
+                check_bad_steps(bad_steps, self._recipe.train.max_bad_steps)
         stopped = self._step < self._recipe.train.steps
         if stopped and self._saved_step < self._step:
             self._save(last=True)

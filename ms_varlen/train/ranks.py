@@ -18,13 +18,17 @@ import threading
 import time
 from collections.abc import Iterator
 
+import psutil
+
 from ms_varlen.train.config import DeviceConfig
 
 logger = logging.getLogger("ms_varlen")
 
 ROLE, SCHEDULER = "MS_ROLE", "MS_SCHED"
+MSRUN_PID = "MS_VARLEN_MSRUN_PID"
+"""Variable by which the launcher tells ranks who their parent is; scripts/train.py reads it too."""
 ORPHAN_SECONDS = 60
-"""How long a scheduler outlives its msrun: long enough for the ranks to save, which need it until then."""
+"""How long a scheduler outlives its msrun at most: the ranks need it until they have saved."""
 
 SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
@@ -73,26 +77,58 @@ def _joined() -> Ranks:
     """A process joins once."""
     from mindspore.communication import get_group_size, get_rank, init
 
+    parent = int(os.environ.get(MSRUN_PID, os.getppid()))
+    joined = threading.Event()
     if os.environ[ROLE] == SCHEDULER:
-        threading.Thread(target=_end_without_parent, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=_end_after_ranks, args=(parent,), daemon=True).start()
     else:
-        _ask_for_signal_of_parents_death()
+        ask_for_signal_of_parents_death(parent)
+        threading.Thread(target=_end_without_parent, args=(parent, joined), daemon=True).start()
     init()
+    joined.set()
     ranks = Ranks(get_rank(), get_group_size())
     logger.info("rank %d of %d", ranks.rank, ranks.size)
     return ranks
 
 
-def _ask_for_signal_of_parents_death() -> None:
+def ask_for_signal_of_parents_death(parent: int) -> None:
+    """Have the system send this process a SIGTERM when its parent dies; end it where that is dead already.
+
+    Args:
+        parent: process id that the parent had.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
-def _end_without_parent(parent: int) -> None:
+def _end_without_parent(parent: int, joined: threading.Event) -> None:
+    """End a rank with its parent until it has joined: MindSpore holds signals back while it waits for the others."""
     while os.getppid() == parent:
-        time.sleep(1)
-    time.sleep(ORPHAN_SECONDS)
+        if joined.wait(1):
+            return
     os._exit(1)
+
+
+def _end_after_ranks(parent: int) -> None:
+    """End a scheduler whose parent is dead when the ranks that this had started have left."""
+    ranks: list[psutil.Process] = []
+    while os.getppid() == parent:
+        with contextlib.suppress(psutil.Error):
+            ranks = [child for child in psutil.Process(parent).children() if child.pid != os.getpid()] or ranks
+        time.sleep(1)
+    end = time.monotonic() + ORPHAN_SECONDS
+    while any(map(alive, ranks)) and time.monotonic() < end:
+        time.sleep(1)
+    os._exit(1)
+
+
+def alive(process: psutil.Process) -> bool:
+    """Whether a process runs; one that has ended and waits for its parent to take note does not."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 class StopRequest:
