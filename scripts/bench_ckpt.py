@@ -1,7 +1,7 @@
 """Time and peak memory of ckpt-tools on a made-up checkpoint of any size.
 
     python scripts/bench_ckpt.py --gb 4
-    python scripts/bench_ckpt.py --gb 20 --folder /data/scratch
+    python scripts/bench_ckpt.py --gb 20 --folder scratch
 
 Each command runs in a process of its own; memory is its peak resident set. Weights are a third of the size, moments the
 rest, and the largest tensor is the embedding, as in a real model. Twice the size is needed on disk.

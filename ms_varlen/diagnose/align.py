@@ -98,9 +98,6 @@ def align(
     place, done = _begin(workload, start_from, ours, padded)
     limit = LOSS_TOLERANCE[target] if tolerance is None else tolerance
 
-    def gradient_limits(step: int) -> float:
-        return GRADIENT_TOLERANCE[target] if step == 1 else LATER_GRADIENT_TOLERANCE[target]
-
     noise, found = 0.0, None
     losses: list[tuple[float, float]] = []
     gradients: list[tuple[float, str]] = []
@@ -120,9 +117,8 @@ def align(
             gradients[-1] = gradient_difference(ours.graphs.gradients(), expected)
             padded.accumulate(rows)
         losses.append((ours.loss(supervised[0]), padded.loss(supervised[1])))
-        if found is None and not (
-            abs(losses[-1][0] - losses[-1][1]) <= limit and gradients[-1][0] <= gradient_limits(step)
-        ):
+        gradient_limit = (GRADIENT_TOLERANCE if step == 1 else LATER_GRADIENT_TOLERANCE)[target]
+        if found is None and not (abs(losses[-1][0] - losses[-1][1]) <= limit and gradients[-1][0] <= gradient_limit):
             found = _where_it_begins(ours, parts, padded, rows, against)
         rate = learning_rate(recipe.train, done + step)
         ours.apply(rate, supervised[0])
