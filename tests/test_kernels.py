@@ -269,7 +269,7 @@ def call(library, name, *arrays):
 
 
 def every_output():
-    """All outputs of the kernels that sum over tokens or keys."""
+    """All outputs of the kernels that sum over tokens, keys or values, or write in place."""
     library = ctypes.CDLL(str(kernel_library()))
     (q, k, v), ends, d_out = attention_case([610, 3, 97], 4, 2, 24)
     out, lse = np.empty_like(q), np.empty((4, len(q)), np.float32)
@@ -281,7 +281,11 @@ def every_output():
     call(library, "LinearCrossEntropy", hidden, weight, labels, *loss)
     d_norm = [np.empty_like(hidden), np.empty_like(weight[0])]
     call(library, "RmsNormBackward", hidden, weight[0], hidden[:, 0].copy(), hidden, *d_norm)
-    return [out, lse, *gradients, *loss, *d_norm]
+    squares, parameters = np.empty(1, np.float32), [normal(40000, seed=i) for i in range(4)]
+    call(library, "SquareSum", parameters[0], squares)
+    factors = [np.array(value, np.float32) for value in ([0.9, 0.95, 0.1], 0.01, 1e-8, 1.0, 0.5)]
+    call(library, "AdamW", parameters[0], parameters[1], np.abs(parameters[2]), parameters[3], *factors, np.empty(1))
+    return [out, lse, *gradients, *loss, *d_norm, squares, *parameters]
 
 
 def test_bits_do_not_depend_on_the_number_of_threads():

@@ -1,12 +1,15 @@
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from ms_varlen.ops.activation import swiglu
+from ms_varlen.ops.adamw import adamw, square_sum
 from ms_varlen.ops.loss import linear_cross_entropy
-from ms_varlen.ops.norm import rms_norm
+from ms_varlen.ops.norm import add_rms_norm, rms_norm
 from ms_varlen.ops.rotary import rotary
+from ms_varlen.train.config import TrainConfig
+from ms_varlen.train.step import ApplyGradients
 
 pytestmark = pytest.mark.usefixtures("body")
 
@@ -56,10 +59,21 @@ def normal(*shape, seed=0):
     return np.random.default_rng([seed, *shape]).standard_normal(shape)
 
 
+def sum_and_norm(x, y, weight):
+    total, normed = add_rms_norm(x, y, weight, 1e-5)
+    return 2 * total + normed
+
+
 ANGLES = np.outer(np.arange(5), [1.0, 0.3])
 CASES = {
     "rms_norm of tokens": (lambda x, w: rms_norm(x, w, 1e-5), numpy_rms_norm, [normal(5, 8), normal(8)], 2),
     "rms_norm of heads": (lambda x, w: rms_norm(x, w, 1e-5), numpy_rms_norm, [normal(5, 3, 4), normal(4)], 2),
+    "residual path and its norm": (
+        sum_and_norm,
+        lambda x, y, w: 2 * (x + y) + numpy_rms_norm(x + y, w),
+        [normal(5, 8), normal(5, 8, seed=1), normal(8)],
+        3,
+    ),
     "rotary": (rotary, numpy_rotary, [normal(5, 3, 4), np.cos(ANGLES), np.sin(ANGLES)], 1),
     "swiglu": (swiglu, numpy_swiglu, [normal(5, 6), normal(5, 6, seed=1)], 2),
 }
@@ -190,3 +204,59 @@ def test_one_graph_serves_every_number_of_tokens_and_agrees_with_pynative():
         assert_close(loss.asnumpy(), expected_loss.asnumpy(), TOLERANCE[np.float32])
         for actual, reference in zip(gradients, expected, strict=True):
             assert_close(actual.asnumpy(), reference.asnumpy(), TOLERANCE[np.float32])
+
+
+ADAMW_SHAPES = [(1,), (3, 7), (2, 129, 64)]  # less than a vector, an odd rest, more than a thread takes at once
+
+
+def optimizer_state(shape):
+    """Weight, m, v and gradient."""
+    values = [normal(*shape, seed=i).astype(np.float32) for i in range(4)]
+    return [values[0], values[1], np.abs(values[2]), values[3]]
+
+
+@pytest.mark.parametrize("shape", ADAMW_SHAPES)
+def test_adamw_updates_in_place_and_takes_the_gradient(shape):
+    state = optimizer_state(shape)
+    parameters = [Parameter(Tensor(value), name=f"p{i}") for i, value in enumerate(state)]
+    factors = tuple(Tensor(value, ms.float32) for value in (0.01, 1e-6, 2.0, 0.5))
+    adamw(*parameters, (0.9, 0.95, 0.1), factors, Tensor(0.0, ms.float32))
+    weight, m, v, gradient = (value.astype(np.float64) for value in state)
+    m, v = 0.9 * m + 0.1 * 0.5 * gradient, 0.95 * v + 0.05 * (0.5 * gradient) ** 2
+    expected = [weight - 0.01 * (m / (np.sqrt(v) + 1e-6) + 0.1 * 2.0 * weight), m, v, np.zeros(shape)]
+    for parameter, value in zip(parameters, expected, strict=True):
+        np.testing.assert_allclose(parameter.asnumpy(), value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", ADAMW_SHAPES)
+def test_square_sum_is_that_of_plain_numpy_and_lets_nan_through(shape):
+    values = normal(*shape).astype(np.float32)
+    assert float(square_sum(Tensor(values)).asnumpy()) == pytest.approx(
+        (values.astype(np.float64) ** 2).sum(), rel=1e-5
+    )
+    values.reshape(-1)[-1] = np.nan
+    assert np.isnan(float(square_sum(Tensor(values)).asnumpy()))
+
+
+def optimizer_run(mode):
+    """Weights, moments and gradients after four steps, the second of them with an infinite gradient; the norms."""
+    weights = ParameterTuple([Parameter(Tensor(normal(*s).astype(np.float32)), name=f"w{s}") for s in ADAMW_SHAPES])
+    accumulated = weights.clone("accumulated", init="zeros")
+    apply = ApplyGradients(weights, accumulated, TrainConfig(steps=4, learning_rate=0.01, weight_decay=0.1))
+    norms = []
+    ms.set_context(mode=mode)
+    try:
+        for step in range(4):
+            for gradient in accumulated:
+                values = normal(*gradient.shape, seed=step).astype(np.float32)
+                ops.assign(gradient, Tensor(np.full_like(values, np.inf) if step == 1 else values))
+            norms.append(apply(*(Tensor(x, ms.float32) for x in (0.01, 3.0, 1.0, 0.0)))[0].asnumpy())
+    finally:
+        ms.set_context(mode=ms.PYNATIVE_MODE)
+    return [norms, *(p.asnumpy() for p in (*weights, *apply.adam_m, *apply.adam_v, *accumulated))]
+
+
+@pytest.mark.graph
+def test_a_graph_reads_and_writes_optimizer_state_in_the_order_that_pynative_does():
+    for one, other in zip(optimizer_run(ms.PYNATIVE_MODE), optimizer_run(ms.GRAPH_MODE), strict=True):
+        np.testing.assert_array_equal(one, other)

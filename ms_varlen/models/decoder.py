@@ -17,7 +17,7 @@ from ms_varlen.models.config import DecoderConfig
 from ms_varlen.models.rope import rotary_frequencies
 from ms_varlen.ops.activation import swiglu
 from ms_varlen.ops.loss import linear_cross_entropy
-from ms_varlen.ops.norm import rms_norm
+from ms_varlen.ops.norm import add_rms_norm, rms_norm
 from ms_varlen.ops.rotary import rotary
 
 Attend = Callable[[Tensor, Tensor, Tensor, tuple], Tensor]
@@ -39,6 +39,10 @@ class RMSNorm(nn.Cell):
 
     def construct(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
+
+    def after_adding(self, x: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
+        """`x + update`, and its norm."""
+        return add_rms_norm(x, update, self.weight, self.eps)
 
 
 class Linear(nn.Cell):
@@ -109,7 +113,11 @@ class MLP(nn.Cell):
 
 
 class DecoderLayer(nn.Cell):
-    """Attention and feed-forward block, each after a norm and beside a residual path: [T, H] -> [T, H]."""
+    """Attention and feed-forward block, each after a norm and beside a residual path.
+
+    The last update is left to whoever adds it: [T, H] and its pending update -> the same. Adding goes with the norm
+    that follows, in one pass over memory.
+    """
 
     def __init__(self, config: DecoderConfig, attend: Attend):
         super().__init__()
@@ -118,10 +126,16 @@ class DecoderLayer(nn.Cell):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def construct(self, x: Tensor, cos: Tensor, sin: Tensor, *lengths: Tensor) -> Tensor:
+    def construct(
+        self, x: Tensor, update: Tensor | None, cos: Tensor, sin: Tensor, *lengths: Tensor
+    ) -> tuple[Tensor, Tensor]:
         # One by one: PyNative refuses to recompute a cell that is given a tuple of tensors.
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, lengths)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        if update is None:
+            normed = self.input_layernorm(x)
+        else:
+            x, normed = self.input_layernorm.after_adding(x, update)
+        x, normed = self.post_attention_layernorm.after_adding(x, self.self_attn(normed, cos, sin, lengths))
+        return x, self.mlp(normed)
 
 
 def rotary_tables(config: DecoderConfig, positions: int) -> tuple[np.ndarray, np.ndarray]:
@@ -151,9 +165,10 @@ class DecoderStack(nn.Cell):
         x = ops.cast(self.embed_tokens(input_ids), self.compute_dtype)
         cos = ops.cast(ops.gather(self.cos, position_ids, 0), self.compute_dtype)
         sin = ops.cast(ops.gather(self.sin, position_ids, 0), self.compute_dtype)
+        update = None
         for layer in self.layers:
-            x = layer(x, cos, sin, *lengths)
-        return self.norm(x)
+            x, update = layer(x, update, cos, sin, *lengths)
+        return self.norm.after_adding(x, update)[1]
 
 
 def initial_value(name: str, shape: tuple[int, ...], std: float, seed: int) -> np.ndarray:

@@ -24,9 +24,12 @@ F32, I32 = DataType.F32_Default, DataType.I32_Default
 # Filled by `load_kernels`: a graph reads a global when it is traced, and it needs the operators themselves there.
 _attention: Any = None
 _rms_norm: Any = None
+_add_rms_norm: Any = None
 _rotary: Any = None
 _swiglu: Any = None
 _linear_cross_entropy: Any = None
+_square_sum: Any = None
+_adamw: Any = None
 
 
 def load_kernels() -> bool:
@@ -35,16 +38,19 @@ def load_kernels() -> bool:
     Returns:
         False when there is no library (`kernel_library` has said why): then the functions here must not be called.
     """
-    global _attention, _rms_norm, _rotary, _swiglu, _linear_cross_entropy
+    global _attention, _rms_norm, _add_rms_norm, _rotary, _swiglu, _linear_cross_entropy, _square_sum, _adamw
     library = kernel_library()
     if library is None:
         return False
     if _attention is None:
         _attention = _attention_operator(library)
         _rms_norm = _rms_norm_operator(library)
+        _add_rms_norm = _add_rms_norm_operator(library)
         _rotary = _rotary_operator(library)
         _swiglu = _swiglu_operator(library)
         _linear_cross_entropy = _linear_cross_entropy_operator(library)
+        _square_sum = _operator(library, "SquareSum", [F32], [F32])
+        _adamw = _adamw_operator(library)
     return True
 
 
@@ -65,6 +71,12 @@ def kernel_varlen_attention(q_TND: Tensor, k_TND: Tensor, v_TND: Tensor, lengths
 def kernel_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x` [..., D] divided by the root mean square of its last axis, times `weight` [D]."""
     return ops.cast(_rms_norm(_wide(x), _wide(weight), Tensor([eps], ms.float32))[0], x.dtype)
+
+
+def kernel_add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`x + y` and its `kernel_rms_norm`, in one pass forward and one backward; [..., D] each, dtype of `x`."""
+    total, normed = _add_rms_norm(_wide(x), _wide(y), _wide(weight), Tensor([eps], ms.float32))[:2]
+    return ops.cast(total, x.dtype), ops.cast(normed, x.dtype)
 
 
 def kernel_rotary(x_TND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -92,6 +104,23 @@ def kernel_linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) 
     """
     # Not [] from C++: MindSpore's graph mode takes such an output for a Python number.
     return _linear_cross_entropy(_wide(hidden), _wide(weight), labels)[0].reshape(())
+
+
+def kernel_square_sum(x: Tensor) -> Tensor:
+    """() fp32, the sum of squares of an fp32 tensor."""
+    return _square_sum(x).reshape(())
+
+
+def kernel_adamw(weight: Tensor, m: Tensor, v: Tensor, gradient: Tensor, constants: tuple, factors: tuple) -> Tensor:
+    """One AdamW update of fp32 parameters of one shape, in place and in one pass over memory; the gradient becomes 0.
+
+    Args:
+        constants: (beta1, beta2, decay), floats.
+        factors: (rate, eps, decay_scale, scale), () fp32.
+    Returns:
+        [1] fp32, something to depend on.
+    """
+    return _adamw(weight, m, v, gradient, Tensor(constants, ms.float32), *factors)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -134,6 +163,16 @@ def _rms_norm_operator(library: Path) -> ops.Custom:
     return _operator(library, "RmsNormForward", [F32, F32, F32], [F32, F32], bprop)
 
 
+def _add_rms_norm_operator(library: Path) -> ops.Custom:
+    backward = _operator(library, "AddRmsNormBackward", [F32] * 5, [F32, F32])
+
+    def bprop(x, y, weight, eps, out, dout):
+        d_x, d_weight = backward(out[0], weight, out[2], dout[0], dout[1])
+        return d_x, d_x, d_weight, ops.zeros_like(eps)
+
+    return _operator(library, "AddRmsNormForward", [F32] * 4, [F32] * 3, bprop)
+
+
 def _rotary_operator(library: Path) -> ops.Custom:
     backward = _operator(library, "RotaryBackward", [F32, F32, F32], [F32])
 
@@ -158,3 +197,10 @@ def _linear_cross_entropy_operator(library: Path) -> ops.Custom:
         return out[1] * dout[0], out[2] * dout[0], ops.zeros_like(labels)
 
     return _operator(library, "LinearCrossEntropy", [F32, F32, I32], [F32, F32, F32], bprop)
+
+
+def _adamw_operator(library: Path) -> ops.Custom:
+    operator = _operator(library, "AdamW", [F32] * 9, [F32])
+    # Writes its inputs: without this MindSpore would drop it, or move it past others that read them.
+    operator.add_prim_attr("side_effect_mem", True)
+    return operator

@@ -5,7 +5,7 @@ from mindspore import Tensor, ops
 
 from ms_varlen.ops.ascend_fused import ascend_rms_norm
 from ms_varlen.ops.body import body_in_use
-from ms_varlen.ops.kernels import kernel_rms_norm
+from ms_varlen.ops.kernels import kernel_add_rms_norm, kernel_rms_norm
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -25,6 +25,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if body == "kernel":
         return kernel_rms_norm(x, weight, eps)
     return reference_rms_norm(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """A residual path and the norm that follows it.
+
+    Args:
+        x, y: [..., D] float of one shape and dtype.
+        weight: [D] float.
+        eps: added to the mean square.
+    Returns:
+        `x + y`, and `rms_norm` of it; [..., D] each, dtype of `x`.
+    """
+    if body_in_use() == "kernel":
+        return kernel_add_rms_norm(x, y, weight, eps)
+    total = x + y
+    return total, rms_norm(total, weight, eps)
 
 
 def reference_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

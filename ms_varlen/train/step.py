@@ -9,6 +9,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
+from ms_varlen.ops.adamw import adamw, square_sum
 from ms_varlen.train.config import TrainConfig
 
 _add_to = ops.MultitypeFuncGraph("add_to")
@@ -21,19 +22,13 @@ def _add_tensor_to(accumulated, gradient):
 
 # Mapped over all weights: MindSpore nests a loop's iterations as calls, and gives up at 1000, about 250 weights.
 _square_sum = ops.MultitypeFuncGraph("square_sum")
-_multiply = ops.MultitypeFuncGraph("multiply")
 _exchange = ops.MultitypeFuncGraph("exchange")
 _adam_step = ops.MultitypeFuncGraph("adam_step")
 
 
 @_square_sum.register("Tensor")
 def _tensor_square_sum(gradient):
-    return ops.square(gradient).sum()
-
-
-@_multiply.register("Tensor", "Tensor")
-def _multiply_tensor(factor, gradient):
-    return ops.assign(gradient, gradient * factor)
+    return square_sum(gradient)
 
 
 @_exchange.register("Function", "Tensor")
@@ -41,22 +36,9 @@ def _exchange_tensor(exchange, gradient):
     return ops.assign(gradient, exchange(gradient))
 
 
-@_adam_step.register(
-    "Function",
-    "Tensor",
-    "Number",
-    "Number",
-    "Tensor",
-    "Tensor",
-    "Tensor",
-    "Number",
-    "Tensor",
-    "Tensor",
-    "Tensor",
-    "Tensor",
-)
-def _adam_step_of_tensor(adam, rate, beta1, beta2, eps, decay_scale, scale, decay, weight, m, v, gradient):
-    return adam(weight, m, v, rate, beta1, beta2, eps, decay * decay_scale, gradient * scale)
+@_adam_step.register("Tuple", "Tuple", "Tensor", "Number", "Tensor", "Tensor", "Tensor", "Tensor")
+def _adam_step_of_weight(factors, betas, zero, decay, weight, m, v, gradient):
+    return adamw(weight, m, v, gradient, (*betas, decay), factors, zero)
 
 
 class AccumulateGradients(nn.Cell):
@@ -118,9 +100,8 @@ class ApplyGradients(nn.Cell):
         self.adam_v = weights.clone("adam_v", init="zeros")
         self.applied_steps = Parameter(Tensor(0.0, ms.float32), name="applied_steps")
         self.decays = tuple(config.weight_decay if weight.ndim > 1 else 0.0 for weight in weights)
-        self.beta1, self.beta2, self.eps = config.beta1, config.beta2, config.eps
+        self.betas, self.eps = (config.beta1, config.beta2), config.eps
         self.clip = config.clip_grad_norm
-        self.adam = ops.AdamWeightDecay()
         self.hyper_map = ops.HyperMap()
 
     def construct(self, learning_rate, supervised, loss_sum, zero):
@@ -139,8 +120,7 @@ class ApplyGradients(nn.Cell):
         norm = ops.sqrt(ops.addn(self.hyper_map(_square_sum, self.accumulated))) / supervised
         finite = ops.logical_and(ops.isfinite(norm), ops.isfinite(loss_sum))
         if finite:
-            self._update(learning_rate, self._scale(norm) / supervised)
-            self.hyper_map(ops.partial(_multiply, zero), self.accumulated)
+            self._update(learning_rate, self._scale(norm) / supervised, zero)
         return norm, finite
 
     def _scale(self, norm):
@@ -148,21 +128,14 @@ class ApplyGradients(nn.Cell):
             return ops.ones_like(norm)
         return ops.minimum(self.clip / (norm + 1e-6), ops.ones_like(norm))
 
-    def _update(self, learning_rate, scale):
+    def _update(self, learning_rate, scale, zero):
         step = self.applied_steps + 1.0
         ops.assign(self.applied_steps, step)
-        correction1 = 1.0 - ops.pow(Tensor(self.beta1, ms.float32), step)
-        root2 = ops.sqrt(1.0 - ops.pow(Tensor(self.beta2, ms.float32), step))
-        update = ops.partial(
-            _adam_step,
-            self.adam,
-            learning_rate * root2 / correction1,
-            self.beta1,
-            self.beta2,
-            self.eps * root2,
-            correction1 / root2,
-            scale,
-        )
+        beta1, beta2 = self.betas
+        correction1 = 1.0 - ops.pow(Tensor(beta1, ms.float32), step)
+        root2 = ops.sqrt(1.0 - ops.pow(Tensor(beta2, ms.float32), step))
+        factors = (learning_rate * root2 / correction1, self.eps * root2, correction1 / root2, scale)
+        update = ops.partial(_adam_step, factors, self.betas, zero)
         self.hyper_map(update, self.decays, self.weights, self.adam_m, self.adam_v, self.accumulated)
 
 

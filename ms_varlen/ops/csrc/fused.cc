@@ -18,14 +18,31 @@ int64_t rows_of(const int* ndims, int64_t** shapes, int input) {
   return rows;
 }
 
+// The axes of `input` but the last.
+Shape row_axes(const int* ndims, int64_t** shapes, int input) {
+  Shape rows = shape_of(ndims, shapes, input);
+  if (rows.size() > 1) rows.pop_back();
+  return rows;
+}
+
 // ---- RMSNorm: x [..., H], weight [H], eps [1] -> y [..., H], inverse [...] = 1 / sqrt(mean(x * x) + eps)
+// With a residual path: total = x + other first.
 
 constexpr int kNormRows = 256;
 
-void norm_rows(const float* x, const float* weight, float eps, float* y, float* inverse, int64_t rows, int size) {
+// `other` and `total` may be null: then x is the total.
+void norm_rows(const float* x, const float* other, const float* weight, float eps, float* total, float* y,
+               float* inverse, int64_t rows, int size) {
 #pragma omp parallel for schedule(static)
   for (int64_t t = 0; t < rows; ++t) {
     const float* a = x + t * size;
+    if (total) {
+      const float* b = other + t * size;
+      float* sum = total + t * size;
+#pragma omp simd
+      for (int i = 0; i < size; ++i) sum[i] = a[i] + b[i];
+      a = sum;
+    }
     float squares = 0;
 #pragma omp simd reduction(+ : squares)
     for (int i = 0; i < size; ++i) squares += a[i] * a[i];
@@ -37,9 +54,10 @@ void norm_rows(const float* x, const float* weight, float eps, float* y, float* 
   }
 }
 
-// One block of rows: d_x, and the block's share of d_weight.
-void norm_gradient(const float* x, const float* weight, const float* inverse, const float* d_y, float* d_x,
-                   float* d_weight, int64_t rows, int size) {
+// One block of rows: d_x, plus what comes back along the residual path (`d_total`, may be null), and the block's share
+// of d_weight.
+void norm_block_gradient(const float* x, const float* weight, const float* inverse, const float* d_total,
+                         const float* d_y, float* d_x, float* d_weight, int64_t rows, int size) {
   for (int64_t t = 0; t < rows; ++t, x += size, d_y += size, d_x += size) {
     const float r = inverse[t];
     float dot = 0;
@@ -51,7 +69,26 @@ void norm_gradient(const float* x, const float* weight, const float* inverse, co
       d_x[i] = d_y[i] * weight[i] * r - x[i] * shrink;
       d_weight[i] += d_y[i] * x[i] * r;
     }
+    if (!d_total) continue;
+#pragma omp simd
+    for (int i = 0; i < size; ++i) d_x[i] += d_total[i];
+    d_total += size;
   }
+}
+
+void norm_gradient(const float* x, const float* weight, const float* inverse, const float* d_total, const float* d_y,
+                   float* d_x, float* d_weight, int64_t rows, int size) {
+  const int64_t blocks = (rows + kNormRows - 1) / kNormRows;
+  std::vector<float> shares(blocks * size, 0.f);
+#pragma omp parallel for schedule(static)
+  for (int64_t b = 0; b < blocks; ++b) {
+    const int64_t first = b * kNormRows, at = first * size;
+    norm_block_gradient(x + at, weight, inverse + first, d_total ? d_total + at : nullptr, d_y + at, d_x + at,
+                        shares.data() + b * size, std::min<int64_t>(kNormRows, rows - first), size);
+  }
+  std::fill(d_weight, d_weight + size, 0.f);
+  for (int64_t b = 0; b < blocks; ++b)
+    for (int i = 0; i < size; ++i) d_weight[i] += shares[b * size + i];
 }
 
 // ---- Rotary: x [T, N, D], cos and sin [T, D/2]; value i turns with value i + D/2. `sign` -1 turns back.
@@ -111,16 +148,14 @@ inline Vec sigmoid(Vec x) { return 1.f / (1.f + vexp(-x)); }
 using namespace ms_varlen;
 
 MS_VARLEN_SHAPES(std::vector<Shape>, RmsNormForward) {
-  Shape rows = shape_of(ndims, shapes, 0);
-  if (rows.size() > 1) rows.pop_back();
-  return {shape_of(ndims, shapes, 0), rows};
+  return {shape_of(ndims, shapes, 0), row_axes(ndims, shapes, 0)};
 }
 
 MS_VARLEN_KERNEL(RmsNormForward) {
   const float *x = static_cast<float*>(params[0]), *weight = static_cast<float*>(params[1]);
   const float eps = *static_cast<float*>(params[2]);
-  norm_rows(x, weight, eps, static_cast<float*>(params[3]), static_cast<float*>(params[4]), rows_of(ndims, shapes, 0),
-            static_cast<int>(shapes[1][0]));
+  norm_rows(x, nullptr, weight, eps, nullptr, static_cast<float*>(params[3]), static_cast<float*>(params[4]),
+            rows_of(ndims, shapes, 0), static_cast<int>(shapes[1][0]));
   return 0;
 }
 
@@ -130,20 +165,34 @@ MS_VARLEN_SHAPES(std::vector<Shape>, RmsNormBackward) {
 }
 
 MS_VARLEN_KERNEL(RmsNormBackward) {
-  const float *x = static_cast<float*>(params[0]), *weight = static_cast<float*>(params[1]);
-  const float *inverse = static_cast<float*>(params[2]), *d_y = static_cast<float*>(params[3]);
-  float *d_x = static_cast<float*>(params[4]), *d_weight = static_cast<float*>(params[5]);
-  const int64_t rows = rows_of(ndims, shapes, 0), size = shapes[1][0], blocks = (rows + kNormRows - 1) / kNormRows;
-  std::vector<float> shares(blocks * size, 0.f);
-#pragma omp parallel for schedule(static)
-  for (int64_t b = 0; b < blocks; ++b) {
-    const int64_t first = b * kNormRows, at = first * size;
-    norm_gradient(x + at, weight, inverse + first, d_y + at, d_x + at, shares.data() + b * size,
-                  std::min<int64_t>(kNormRows, rows - first), static_cast<int>(size));
-  }
-  std::fill(d_weight, d_weight + size, 0.f);
-  for (int64_t b = 0; b < blocks; ++b)
-    for (int64_t i = 0; i < size; ++i) d_weight[i] += shares[b * size + i];
+  norm_gradient(static_cast<float*>(params[0]), static_cast<float*>(params[1]), static_cast<float*>(params[2]), nullptr,
+                static_cast<float*>(params[3]), static_cast<float*>(params[4]), static_cast<float*>(params[5]),
+                rows_of(ndims, shapes, 0), static_cast<int>(shapes[1][0]));
+  return 0;
+}
+
+// x other weight eps -> total y inverse
+MS_VARLEN_SHAPES(std::vector<Shape>, AddRmsNormForward) {
+  return {shape_of(ndims, shapes, 0), shape_of(ndims, shapes, 0), row_axes(ndims, shapes, 0)};
+}
+
+MS_VARLEN_KERNEL(AddRmsNormForward) {
+  const float *x = static_cast<float*>(params[0]), *other = static_cast<float*>(params[1]);
+  const float *weight = static_cast<float*>(params[2]), eps = *static_cast<float*>(params[3]);
+  norm_rows(x, other, weight, eps, static_cast<float*>(params[4]), static_cast<float*>(params[5]),
+            static_cast<float*>(params[6]), rows_of(ndims, shapes, 0), static_cast<int>(shapes[2][0]));
+  return 0;
+}
+
+// total weight inverse d_total d_y -> d_x d_weight; d_other is d_x
+MS_VARLEN_SHAPES(std::vector<Shape>, AddRmsNormBackward) {
+  return {shape_of(ndims, shapes, 0), shape_of(ndims, shapes, 1)};
+}
+
+MS_VARLEN_KERNEL(AddRmsNormBackward) {
+  norm_gradient(static_cast<float*>(params[0]), static_cast<float*>(params[1]), static_cast<float*>(params[2]),
+                static_cast<float*>(params[3]), static_cast<float*>(params[4]), static_cast<float*>(params[5]),
+                static_cast<float*>(params[6]), rows_of(ndims, shapes, 0), static_cast<int>(shapes[1][0]));
   return 0;
 }
 
