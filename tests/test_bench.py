@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ms_varlen.data.samples import ArraySamples
 from ms_varlen.diagnose import bench_ranks
 from ms_varlen.diagnose import bench_results as results
 from ms_varlen.diagnose.bench import CALIBRATION_FILE, bench
@@ -25,6 +26,8 @@ from ms_varlen.diagnose.bench_contenders import (
     in_packs,
     in_rows,
     middle_step,
+    num_targets,
+    samples_of,
     step_parts,
 )
 from ms_varlen.diagnose.bench_process import Worker, WorkerError, peak_rss_mb
@@ -502,14 +505,28 @@ def test_matrix_product_gives_both_rates():
     assert min(reply["numpy"], reply["mindspore"]) > 1e8
 
 
+SAMPLES = [np.array([5, 6, 7], np.int32), np.array([8, 9], np.int32)]
+
+
+@pytest.mark.parametrize(
+    ("masks", "labels", "targets"),
+    [(None, [[-100, 6, 7], [-100, 9]], 3), ([[True, False, True], [False, True]], [[-100, -100, 7], [-100, 9]], 2)],
+)
+def test_peers_learn_what_the_samples_say_and_no_more(masks, labels, targets):
+    found = samples_of(ArraySamples(SAMPLES, masks), np.array([1, 0]))
+    assert [tokens.tolist() for tokens, _ in found] == [[8, 9], [5, 6, 7]]
+    assert [row.tolist() for _, row in found] == labels[::-1]
+    assert num_targets(found) == targets
+
+
 def test_torch_inputs_hold_the_same_samples():
     pytest.importorskip("torch", reason="PyTorch is an optional peer")
     from ms_varlen.diagnose.bench_torch import packed_inputs, padded_inputs, segments_inputs
 
-    samples = [np.array([5, 6, 7], np.int32), np.array([8, 9], np.int32)]
+    samples = samples_of(ArraySamples(SAMPLES), np.arange(2))
     (padded,) = padded_inputs(samples, 0)
     assert padded["input_ids"].tolist() == [[5, 6, 7], [8, 9, 0]]
-    assert padded["labels"].tolist() == [[5, 6, 7], [8, 9, -100]]
+    assert padded["labels"].tolist() == [[-100, 6, 7], [-100, 9, -100]]
     (segments,) = segments_inputs(samples, 0)
     assert segments["labels"].tolist() == [[-100, 6, 7, -100, 9]]
     assert segments["position_ids"].tolist() == [[0, 1, 2, 0, 1]]

@@ -138,6 +138,17 @@ def test_a_prompt_that_opens_a_reasoning_is_no_target():
     )
 
 
+@pytest.mark.parametrize("begun", ["<think>\n", "<think>\n\n</think>\n\n", "[THINK]", "Thinking: "])
+@pytest.mark.parametrize("words", ["<b>four</b>", "<tool_call>4", "<", "[4]", "Three and one", "four"])
+def test_words_that_begin_like_the_rest_of_a_prompt_are_targets(begun, words):
+    opening = CHATML.replace("assistant\\n' }}{% endif", "assistant\\n' + begun }}{% endif")
+    spoken = f"<|im_start|>assistant\n[{words}<|im_end|>\n]"
+    asked = "<|im_start|>user\n2 + 2?<|im_end|>\n"
+    turns = chat("u2 + 2?", "a" + words, "u2 + 2?", "a" + words)
+    assert said(opening, turns, begun=begun) == asked + spoken + asked + spoken
+    assert said(opening, turns[1:], begun=begun) == spoken + asked + spoken
+
+
 def test_an_end_of_text_after_the_last_turn_only_belongs_to_it():
     source = CHATML.replace(
         "{% if add_generation_prompt %}", "{% if not add_generation_prompt %}{{ eos_token }}{% else %}"

@@ -223,6 +223,13 @@ REFUSED = [
         "must hold one setting for all layers (no others by kind of layer), got full_attention, sliding_attention",
     ),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor", "got 0.5"),
+    ({"rope_scaling": {"factor": 4.0}}, "rope_scaling.rope_type", "must be given beside factor, got no such key"),
+    (
+        {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        "rope_scaling",
+        'must be left out or say what rope_parameters says, got {"rope_type": "linear", "factor": 2.0}',
+    ),
+    ({"rope_scaling": ["linear"]}, "rope_scaling", 'must be a mapping or null, got ["linear"]'),
     ({"vocab_size": ...}, "vocab_size", "must be in the file of a qwen3 model, got no such key"),
     ({"head_dim": ...}, "head_dim", "must be in the file of a qwen3 model, got no such key"),
     ({"hidden_size": "many"}, "hidden_size", "must be a whole number > 0"),
@@ -308,7 +315,9 @@ def test_a_file_that_is_no_config_is_one_fault(tmp_path, content, message):
         ("mistral", {"sliding_window": None}, 512),
         ("mistral", {"max_position_embeddings": 32768}, 4096),  # an absent window is 4096 to transformers' Mistral
         ("qwen2", {"sliding_window": 128, "use_sliding_window": False}, 512),
-        ("qwen2", {"sliding_window": 128, "use_sliding_window": True}, 128),
+        ("qwen2", {"sliding_window": 128, "use_sliding_window": True}, 512),  # max_window_layers is 28 to transformers
+        ("qwen2", {"sliding_window": 128, "use_sliding_window": True, "max_window_layers": 1}, 128),
+        ("qwen2", {"sliding_window": 128, "use_sliding_window": True, "max_window_layers": 2}, 512),
         ("qwen2", {"sliding_window": 128, "use_sliding_window": True, "layer_types": ["full_attention"] * 2}, 512),
     ],
 )

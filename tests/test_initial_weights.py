@@ -145,7 +145,10 @@ NORM = "model.layers.1.input_layernorm.weight"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({NORM: None}, rf"parameter {NORM} must be \[8\] for this model, the file holds no such parameter \(1 of 21 "),
+        (
+            {NORM: None},
+            rf"parameter {NORM} must be \[8\] for this model, the file holds no such parameter \(of the model's 21 ",
+        ),
         (
             {NORM: np.ones(9, np.float32)},
             rf"model.safetensors: parameter {NORM} must be \[8\] .*, the file holds \[9\]",
@@ -163,6 +166,17 @@ def test_parameters_that_are_not_the_models_are_named(tmp_path, change, message)
     tensors = {name: value for name, value in {**values(), **change}.items() if value is not None}
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=message):
+        InitialWeights(tmp_path, CONFIG)
+
+
+def test_what_is_missing_what_has_another_shape_and_what_is_too_much_are_counted_apart(tmp_path):
+    tensors = {name.removeprefix("model."): value for name, value in values().items()}
+    save_file({**tensors, HEAD: np.ones((3, 8), np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        CheckpointError,
+        match="of the model's 21 parameters 20 are not in the file and 1 have another shape there; 20 in the file are "
+        "none of the model's",
+    ):
         InitialWeights(tmp_path, CONFIG)
 
 
@@ -189,6 +203,13 @@ def test_files_that_are_missing_or_cut_short_are_named(tmp_path):
         TensorFolder(tmp_path)
     index.write_text("{}")
     with pytest.raises(CheckpointError, match="must hold a JSON object with a weight_map"):
+        TensorFolder(tmp_path)
+    index.write_text(json.dumps({"weight_map": {"more": 7}}))
+    with pytest.raises(CheckpointError, match=r"index.json must name a file for parameter more, got 7; bring it again"):
+        TensorFolder(tmp_path)
+    (tmp_path / "folder").mkdir()
+    index.write_text(json.dumps({"weight_map": {"more": "folder"}}))
+    with pytest.raises(CheckpointError, match=r"folder must be a file that can be read, got .*; bring it again"):
         TensorFolder(tmp_path)
 
 

@@ -208,7 +208,7 @@ def test_a_giant_record_is_named(tmp_path, monkeypatch):
 )
 def test_a_damaged_gzip_file_is_named(tmp_path, damage, found):
     path = write(tmp_path / "c.jsonl.gz", damage(gzip.compress(lines(*map(str, range(50))).encode())))
-    with pytest.raises(DataError, match=rf"data.source must be a whole gzip file, got .*{found}.*c.jsonl.gz; copy"):
+    with pytest.raises(DataError, match=rf"a source must be a whole gzip file, got .*{found}.*c.jsonl.gz; copy"):
         list(open_source(str(path)))
 
 
@@ -229,6 +229,16 @@ def test_a_path_that_cannot_be_read_is_named(tmp_path):
         open_source(str(tmp_path / "empty"))
     with pytest.raises(DataError, match=r"data.validation_source must be an existing file or folder"):
         open_source(["pydoc", "none.txt"], "data.validation_source")
+
+
+def test_a_folder_of_two_kinds_is_told_by_the_field_that_names_it(tmp_path):
+    write(tmp_path / "a.txt", "a")
+    write(tmp_path / "b.jsonl", lines("b"))
+    for field in ("data.source", "data.validation_source"):
+        with pytest.raises(
+            DataError, match=rf"^{field} must be a folder of one kind of files, got .*b.jsonl and .*a.txt"
+        ):
+            open_source(str(tmp_path), field)
 
 
 def test_a_folder_of_several_kinds_is_refused_by_name(tmp_path):

@@ -379,11 +379,17 @@ def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path):
     assert stored(config) == []
 
 
-@pytest.mark.parametrize("texts", [["", " "], [HELD_OUT]])
-def test_a_corpus_without_a_training_sample_is_refused(tmp_path, texts):
-    message = rf"data.source must leave a sample to train on, got none of {len(texts)} documents .* in corpus.jsonl"
-    with pytest.raises(DataError, match=message):
-        prepare_store(corpus(tmp_path, texts), 5)
+@pytest.mark.parametrize(
+    ("texts", "found"),
+    [
+        (["", " "], r"2 documents: 2 empty \(no text .*\); in corpus.jsonl; add records"),
+        ([HELD_OUT], r"1 documents: 1 held out \(data.eval_fraction\); in corpus"),
+        (["", "x", HELD_OUT], r"3 documents: 1 empty \(.*\), 1 short \(fewer than .*\), 1 held out \("),
+    ],
+)
+def test_a_corpus_without_a_training_sample_is_refused(tmp_path, texts, found):
+    with pytest.raises(DataError, match=f"data.source must leave a sample to train on, got none of {found}"):
+        prepare_store(corpus(tmp_path, texts, min_tokens=3), 5)
 
 
 def test_a_validation_source_is_all_of_evaluation(tmp_path):
@@ -414,8 +420,18 @@ def test_training_documents_that_are_validated_are_duplicates(tmp_path):
 
 def test_a_validation_source_without_a_sample_is_refused(tmp_path):
     held = lines(tmp_path / "held.jsonl", ["", " "])
-    with pytest.raises(DataError, match=r"data.validation_source must leave a sample to evaluate on, .* in held.jsonl"):
+    message = r"data.validation_source must leave a sample to evaluate on, got none of 2 documents: .* in held.jsonl"
+    with pytest.raises(DataError, match=message):
         prepare_store(corpus(tmp_path, validation_source=held), 5)
+
+
+def test_training_documents_that_are_all_validated_are_told_apart_from_those_of_the_validation(tmp_path):
+    held = lines(tmp_path / "held.jsonl", ["abc", "uvw"])
+    message = (
+        r"data.source must leave a sample to train on, got none of 1 documents: 1 duplicate \(.*\); in corpus.jsonl"
+    )
+    with pytest.raises(DataError, match=message):
+        prepare_store(corpus(tmp_path, ["abc"], validation_source=held, deduplicate=True), 5)
 
 
 def test_evaluation_sees_every_sample_once(tmp_path):  # B03

@@ -98,7 +98,7 @@ def test_a_saved_data_set_follows_the_types_of_its_columns(tmp_path):
 def test_a_wrong_description_of_a_saved_data_set_is_named(tmp_path, name, content, message):
     datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "saved")
     (tmp_path / "saved" / name).write_text(content)
-    with pytest.raises(DataError, match=rf"data.source must be {message}.*, in .*saved; write") as raised:
+    with pytest.raises(DataError, match=rf"a source must be {message}.*, in .*saved; write") as raised:
         list(open_source(str(tmp_path / "saved")))
     assert "\n" not in str(raised.value)
 
@@ -129,12 +129,12 @@ def test_a_damaged_table_is_named(tmp_path):
     content = path.read_bytes()
     for damaged in (content[:-30], b"", b"text\n"):
         path.write_bytes(damaged)
-        with pytest.raises(DataError, match=r"data.source must be a whole Parquet file, got .*, in .*a.parquet; write"):
+        with pytest.raises(DataError, match=r"a source must be a whole Parquet file, got .*, in .*a.parquet; write"):
             list(open_source(str(path)))
     datasets.Dataset.from_dict({"text": ["a", "b", "c"]}).save_to_disk(tmp_path / "saved")
     (arrow,) = (tmp_path / "saved").glob("*.arrow")
     arrow.unlink()
-    with pytest.raises(DataError, match=r"data.source must be a whole saved data set, got .*, in .*saved; write"):
+    with pytest.raises(DataError, match=r"a source must be a whole saved data set, got .*, in .*saved; write"):
         list(open_source(str(tmp_path / "saved")))
 
 

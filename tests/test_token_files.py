@@ -114,7 +114,5 @@ def test_a_damaged_mindrecord_file_is_named(tmp_path):
     with pytest.raises(DataError, match=r"a.mindrecord must have a.mindrecord.db beside it, got no such file; copy"):
         open_source(str(path))
     (tmp_path / "a.mindrecord.db").write_bytes(b"nothing")
-    with pytest.raises(
-        DataError, match=r"data.source must be a whole MindRecord file, got .*, in .*a.mindrecord; copy"
-    ):
+    with pytest.raises(DataError, match=r"a source must be a whole MindRecord file, got .*, in .*a.mindrecord; copy"):
         list(open_source(str(path)))

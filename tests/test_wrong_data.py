@@ -43,6 +43,16 @@ WRONG = {
         [{"content": "a", "id": 1}],
         r"a record must have field 'text'.*, got fields content, id, in .*a.jsonl line 1; rename",
     ),
+    "ShareGPT": (
+        "a.jsonl",
+        [{"conversations": [{"from": "human", "value": "a"}]}],
+        r"got fields conversations, in .*a.jsonl line 1; write each turn \{from, value\} as \{role, content\}",
+    ),
+    "Alpaca": (
+        "a.jsonl",
+        [{"instruction": "a", "input": "", "output": "b"}],
+        r"got fields instruction, input, output, in .*a.jsonl line 1; write 'prompt' .* and 'completion'",
+    ),
     "no such field later": (
         "a.jsonl",
         [*GOOD, {"content": "a"}],
@@ -58,7 +68,7 @@ WRONG = {
     "invalid JSON in line 3": (
         "a.jsonl",
         '{"text": "a"}\n{"text": "b"}\n{"text": "c"\n',
-        r"a line must be a JSON object, got Expecting ',' delimiter.*, in .*a.jsonl line 3; mend or remove the line",
+        r"a line must be a JSON object, got Expecting ',' delimiter at character 12, in .*a.jsonl line 3; mend",
     ),
     "one JSON array": (
         "a.json",

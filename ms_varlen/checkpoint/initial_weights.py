@@ -57,7 +57,8 @@ class InitialWeights:
         if self._checksums and digest != self._checksums[name]:
             raise CheckpointError(
                 f"{self._tensors.files[name]} is altered: the checksum of parameter {name} does not fit; "
-                "begin from another checkpoint"
+                "begin from another checkpoint",
+                "CKPT-CORRUPT",
             )
         self._check_finite(name, value)
         self._digests[name] = digest
@@ -70,7 +71,8 @@ class InitialWeights:
         first = places[0].tolist()
         raise CheckpointError(
             f"{self._tensors.files[name]}: parameter {name} must be finite, the file holds {value[tuple(first)]} at "
-            f"{first} ({len(places)} of {value.size} numbers are NaN or infinite); begin from other weights"
+            f"{first} ({len(places)} of {value.size} numbers are NaN or infinite); begin from other weights",
+            "CKPT-CORRUPT",
         )
 
     def record(self) -> dict[str, str]:
@@ -103,8 +105,19 @@ class InitialWeights:
             advice = f"set model.config.tie_word_embeddings to true if {EMBEDDING} is the output weight too"
         raise CheckpointError(
             f"{file}: parameter {name} must be {say(expected.get(name))} for this model, the file holds "
-            f"{say(found.get(name))} ({len(wrong)} of {len(expected)} parameters differ); {advice}"
+            f"{say(found.get(name))} ({_differences(found, expected)}); {advice}",
+            "CKPT-RECIPE",
         )
+
+
+def _differences(found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> str:
+    """How many parameters of the model are not in the file, and how many of the file are not the model's."""
+    missing, others = len(expected.keys() - found.keys()), len(found.keys() - expected.keys())
+    reshaped = sum(found[name] != shape for name, shape in expected.items() if name in found)
+    return (
+        f"of the model's {len(expected)} parameters {missing} are not in the file and {reshaped} have another shape "
+        f"there; {others} in the file are none of the model's"
+    )
 
 
 def _checksums(path: Path) -> dict[str, str]:

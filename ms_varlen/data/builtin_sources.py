@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ms_varlen.data.batches import Batch, in_batches
+from ms_varlen.data.batches import Batch, RecordBatch, in_batches
 from ms_varlen.data.config import PYDOC, LognormalLengths
 
 # Third-party code, and folders whose docstrings are test data rather than prose.
@@ -29,15 +29,14 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 class Pydoc:
     """The distinct docstrings of modules, classes and functions below a folder, by default the standard library.
 
-    Files come in the order of their paths, docstrings within a file breadth first. A file that Python cannot parse is
-    counted in ``skipped["unparsed_files"]``. Reading it all takes about 4 s.
+    Files come in the order of their paths, docstrings within a file breadth first. Files that Python cannot parse are
+    counted in ``skipped["unparsed_files"]`` of the last batch. Reading it all takes about 4 s.
     """
 
     name = PYDOC
 
     def __init__(self, folder: Path | None = None):
         self.folder = folder or Path(sysconfig.get_path("stdlib"))
-        self.skipped: collections.Counter[str] = collections.Counter()
 
     @property
     def files(self) -> list[Path]:
@@ -58,35 +57,37 @@ class Pydoc:
         return digest.hexdigest()
 
     def batches(self) -> Iterator[Batch]:
-        """The docstrings as `text`."""
-        self.skipped.clear()
-        return in_batches(self._found())
+        """The docstrings as `text`; the last batch has none, and tells what was passed over."""
+        skipped: collections.Counter[str] = collections.Counter()
+        yield from in_batches(self._found(skipped))
+        yield RecordBatch([], 1.0, skipped)
 
-    def _found(self) -> Iterator[tuple[dict[str, Any], str, int, float]]:
+    def _found(self, skipped: collections.Counter[str]) -> Iterator[tuple[dict[str, Any], str, int, float]]:
         seen: set[bytes] = set()
         files = self.files
         for number, path in enumerate(files, 1):
             where = path.relative_to(self.folder).as_posix()
-            for text in self._docstrings(path):
+            for text in _docstrings(path, skipped):
                 key = hashlib.blake2b(text.encode(), digest_size=16).digest()
                 if key not in seen:
                     seen.add(key)
                     yield {"text": text}, where, len(text), number / len(files)
 
-    def _docstrings(self, path: Path) -> Iterator[str]:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # else a filter of the caller's could turn an old escape into an error
-                tree = ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError):
-            self.skipped["unparsed_files"] += 1
-            return
-        for node in ast.walk(tree):
-            text = ast.get_docstring(node) if isinstance(node, DOCUMENTED) else None
-            if text and _encodable(text):
-                yield text
-            elif text:
-                self.skipped["unencodable_docstrings"] += 1
+
+def _docstrings(path: Path, skipped: collections.Counter[str]) -> Iterator[str]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # else a filter of the caller's could turn an old escape into an error
+            tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        skipped["unparsed_files"] += 1
+        return
+    for node in ast.walk(tree):
+        text = ast.get_docstring(node) if isinstance(node, DOCUMENTED) else None
+        if text and _encodable(text):
+            yield text
+        elif text:
+            skipped["unencodable_docstrings"] += 1
 
 
 def _encodable(text: str) -> bool:
@@ -109,7 +110,6 @@ class Lognormal:
     def __init__(self, lengths: LognormalLengths):
         self.lengths = lengths
         self.files: list[Path] = []
-        self.skipped: collections.Counter[str] = collections.Counter()
 
     def fingerprint(self) -> str:
         """Hash of the settings, and of NumPy's version, whose generators may change."""

@@ -39,6 +39,9 @@ _TAGGED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Around what {% generation %} encloses, in a rendering; Unicode keeps these code points out of text.
 _START, _END = "\ufdd0generation\ufdd1", "\ufdd1generation\ufdd0"
 _END_OF_REASONING = "</think>"
+# Words that no prompt goes on with, by a code point that Unicode keeps out of text.
+_OTHER_WORDS = "\ufdd2"
+_WHOLE_TAGS = re.compile(r"(?:<[^<>\s]+>\s*)*")
 
 LOSS_FLAGS = ("weight", "train")
 """What a message may say about its loss; no template sees it."""
@@ -118,8 +121,7 @@ class ChatTemplate:
             start = self._first_start(text, messages, tools, where)
         else:
             opened = self.render(messages[:number], tools, prompt=True)
-            start = _common(opened, text)
-            # A prompt may go on with what the conversation does not have, e.g. the beginning of a reasoning.
+            start = self._after_header(opened, text, messages, number, tools)
             if start < len(opened) and not text.startswith(self.render(messages[:number], tools)):
                 raise _not_appended(number, where)
         if number == len(messages) - 1:
@@ -154,7 +156,24 @@ class ChatTemplate:
                 f"got the assistant's with another beginning, in {where}; put a user's turn before it, or mark the "
                 "assistant's words in the template with {% generation %} and {% endgeneration %}"
             )
-        return place + _common(header, text[place:])
+        return self._after_header(text[:place] + header, text, messages, 0, tools)
+
+    def _after_header(
+        self, opened: str, text: str, messages: Sequence[Message], number: int, tools: Sequence[Any] | None
+    ) -> int:
+        """Where the words of `messages[number]` begin in `text`; the prompt for them is `opened`.
+
+        A prompt may go on with what the conversation does not have, e.g. the beginning of a reasoning, and the words
+        may begin as that does: ``<b>`` as ``<think>``. The same conversation with other words tells the two apart.
+        """
+        end = _common(opened, text)
+        if end == len(opened):
+            return end
+        other = [*messages[:number], {**messages[number], "content": _OTHER_WORDS}, *messages[number + 1 :]]
+        certain = min(end, _common(opened, self.render(other, tools)))
+        shared = _WHOLE_TAGS.match(text, certain, end)
+        assert shared is not None, "it matches nothing, too"
+        return shared.end()
 
 
 def _common(one: str, other: str) -> int:

@@ -57,9 +57,12 @@ def source_fault(name: str) -> str | None:
     return None
 
 
-def files_of(path: Path) -> tuple[str, list[Path], int]:
+def files_of(path: Path, field: str) -> tuple[str, list[Path], int]:
     """The files that a path stands for.
 
+    Args:
+        path: exists.
+        field: the recipe's key that names it, for errors.
     Returns:
         kind, files in their order, and how many files of no known kind lie among them.
     Raises:
@@ -69,27 +72,25 @@ def files_of(path: Path) -> tuple[str, list[Path], int]:
         if (path / SAVED_SPLITS).is_file():
             splits = ", ".join(sorted(entry.name for entry in path.iterdir() if entry.is_dir()))
             raise DataError(
-                f"data.source must be one split of a saved data set, got all of them, in {path}; "
+                f"{field} must be one split of a saved data set, got all of them, in {path}; "
                 f"name one of its folders ({splits})"
             )
         if (path / SAVED_DATASET).is_file():
             return "saved", [path], 0
-        return _files_below(path)
+        return _files_below(path, field)
     kind = kind_of(path)
     assert kind is not None, "source_fault saw to it"
     _check_companion(path)
     return kind, [path], 0
 
 
-def _files_below(folder: Path) -> tuple[str, list[Path], int]:
+def _files_below(folder: Path, field: str) -> tuple[str, list[Path], int]:
     by_kind: dict[str, list[Path]] = collections.defaultdict(list)
     others: list[Path] = []
     walked: set[str] = set()
     for place, folders, names in os.walk(folder, followlinks=True):
         if SAVED_DATASET in names:
-            raise DataError(
-                f"data.source must be a folder of files, got a saved data set, in {place}; name that folder"
-            )
+            raise DataError(f"{field} must be a folder of files, got a saved data set, in {place}; name that folder")
         real = os.path.realpath(place)
         folders[:] = [] if real in walked else [name for name in folders if not name.startswith((".", "_"))]
         if real in walked:  # a link to a folder that was there already
@@ -103,11 +104,11 @@ def _files_below(folder: Path) -> tuple[str, list[Path], int]:
             (others if kind is None else by_kind[kind]).append(path)
     if not by_kind:
         found = f"{min(others)}" if others else "an empty folder"
-        raise DataError(f"data.source must hold {READABLE}, got {found}, in {folder}; convert them or correct the path")
+        raise DataError(f"{field} must hold {READABLE}, got {found}, in {folder}; convert them or correct the path")
     if len(by_kind) > 1:
         found = " and ".join(str(min(paths)) for _, paths in sorted(by_kind.items()))
         raise DataError(
-            f"data.source must be a folder of one kind of files, got {found}, in {folder}; "
+            f"{field} must be a folder of one kind of files, got {found}, in {folder}; "
             "move one kind away, or list them under data.source"
         )
     ((kind, paths),) = by_kind.items()

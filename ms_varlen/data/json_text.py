@@ -9,6 +9,8 @@ def json_fault(error: ValueError | RecursionError) -> str:
     Args:
         error: what it raised for a text.
     """
+    if isinstance(error, json.JSONDecodeError) and error.lineno == 1:
+        return f"{error.msg} at character {error.pos}"  # "line 1" would contradict the number of a line of a file
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
         return str(error)
     if isinstance(error, RecursionError):

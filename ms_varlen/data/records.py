@@ -43,6 +43,11 @@ ABOUT = {
     "completion": "prompts and completions, loss on the completions",
     "text": "plain text, loss on every token",
 }
+UNKNOWN_KINDS = {
+    "conversations": "write each turn {from, value} as {role, content}, under 'messages'",
+    "instruction": "write 'prompt' (instruction and input) and 'completion' (output)",
+}
+"""What to do about the fields of common kinds that are not read here."""
 EXCERPT = 160
 """Characters of a record that are kept to show it."""
 
@@ -103,9 +108,10 @@ def find_kind(record: Record) -> str:
         for kind, fields in KINDS.items():
             if there(fields[0]):
                 return kind
+    hints = (hint for field, hint in UNKNOWN_KINDS.items() if field in record.fields)
     raise DataError(
         f"a record must have field 'text', 'messages', 'input_ids' or 'prompt' and 'completion', got "
-        f"{_names(record)}, in {record.where}; rename the field that holds the text"
+        f"{_names(record)}, in {record.where}; {next(hints, 'rename the field that holds the text')}"
     )
 
 

@@ -30,11 +30,9 @@ class Part(Protocol):
 
     Attributes:
         name: for people; not part of the identity.
-        skipped: how much was passed over by reading itself, by reason, after an iteration.
     """
 
     name: str
-    skipped: collections.Counter[str]
 
     @property
     def files(self) -> list[Path]:
@@ -97,7 +95,6 @@ class Source:
                 batch.done = (before + batch.done * size) / sum(sizes)
                 yield batch
             before += size
-            self.skipped.update(part.skipped)
 
     def __iter__(self) -> Iterator[Record]:
         for batch in self.batches():
@@ -174,7 +171,7 @@ def _parts_of(name: str, field: str) -> tuple[list[Part], int]:
     fault = source_fault(name)
     if fault is not None:
         raise DataError(f"{field} {fault}")
-    kind, paths, others = files_of(Path(name).expanduser())
+    kind, paths, others = files_of(Path(name).expanduser(), field)
     if kind == "text":
         return [TextFiles(paths)], others
     readers: dict[str, Callable[[Path], Part]] = {

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ms_varlen.data.batches import Batch
-from ms_varlen.data.cleaning import Cleaned, Cleaner, Rules, held_out
+from ms_varlen.data.cleaning import REMOVED, Cleaned, Cleaner, Ledger, Rules, held_out
 from ms_varlen.data.config import DataConfig
 from ms_varlen.data.encoding import EncodedBatch, default_workers, encode_batches
 from ms_varlen.data.ready_tokens import masks_of
@@ -165,12 +165,15 @@ def _add(
 def _require_samples(plan: Building, cleaner: Cleaner) -> None:
     for split in plan.sources:
         if not cleaner.ledgers[split].samples_kept:
-            total = cleaner.ledgers["train"] + cleaner.ledgers["eval"]
+            ledgers = [cleaner.ledgers[split]] if len(plan.sources) > 1 else list(cleaner.ledgers.values())
+            total = sum(ledgers, Ledger())
             source, purpose = plan.sources[split], "train" if split == "train" else "evaluate"
+            gone = {f"{reason} ({about})": getattr(total, f"documents_{reason}") for reason, about in REMOVED.items()}
+            gone["held out (data.eval_fraction)"] = total.documents_kept
+            found = ", ".join(f"{count} {reason}" for reason, count in gone.items() if count)
             raise DataError(
-                f"{source.field} must leave a sample to {purpose} on, got none of {total.documents_in} documents "
-                f"({total.documents_dropped} removed, {cleaner.ledgers['eval'].documents_kept} held out), in "
-                f"{source.name}; add text or lower data.min_tokens or data.eval_fraction"
+                f"{source.field} must leave a sample to {purpose} on, got none of {total.documents_in} documents: "
+                f"{found}; in {source.name}; add records, or change the rule of data that removed them"
             )
 
 

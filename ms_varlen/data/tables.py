@@ -3,7 +3,6 @@
 Both are read a few rows at a time, and only the columns that are ever looked at, where there are any of them.
 """
 
-import collections
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +27,6 @@ class Parquet:
     def __init__(self, path: Path):
         self.name = path.name
         self.files = [path]
-        self.skipped: collections.Counter[str] = collections.Counter()
 
     def batches(self) -> Iterator[Batch]:
         """Row groups, a few rows at a time.
@@ -60,7 +58,6 @@ class SavedDataset:
     def __init__(self, folder: Path):
         self.name = folder.name
         self.folder = folder
-        self.skipped: collections.Counter[str] = collections.Counter()
 
     @property
     def files(self) -> list[Path]:
@@ -120,4 +117,4 @@ def _rows_of(size: int, rows: int) -> int:
 def _unreadable(rule: str, found: Any, path: Path) -> DataError:
     if isinstance(found, Exception):
         found = " ".join(f"{type(found).__name__}: {found}".split()).partition(". Available")[0]
-    return DataError(f"data.source must be {rule}, got {found[:SHOWN]}, in {path}; write or copy it again")
+    return DataError(f"a source must be {rule}, got {found[:SHOWN]}, in {path}; write or copy it again")

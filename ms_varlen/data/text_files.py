@@ -1,6 +1,5 @@
 """Readers of text: JSON lines, plain or gzip, and folders of plain text."""
 
-import collections
 import gzip
 import os
 import zlib
@@ -18,7 +17,6 @@ class JsonLines:
     def __init__(self, path: Path):
         self.name = path.name
         self.files = [path]
-        self.skipped: collections.Counter[str] = collections.Counter()
 
     def batches(self) -> Iterator[Batch]:
         """Whole lines, about `BATCH_BYTES` at a time.
@@ -59,7 +57,7 @@ def _read(file: BinaryIO | gzip.GzipFile, path: Path) -> bytes:
         return file.read(BATCH_BYTES)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(
-            f"data.source must be a whole gzip file, got {error}, in {path}; copy it again, or drop .gz from its name"
+            f"a source must be a whole gzip file, got {error}, in {path}; copy it again, or drop .gz from its name"
         ) from error
 
 
@@ -69,7 +67,6 @@ class TextFiles:
     def __init__(self, paths: list[Path]):
         self.name = paths[0].name if len(paths) == 1 else f"{len(paths)} text files"
         self.files = paths
-        self.skipped: collections.Counter[str] = collections.Counter()
 
     def batches(self) -> Iterator[Batch]:
         """The files as `text`.

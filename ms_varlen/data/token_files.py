@@ -9,7 +9,6 @@ A Megatron index, little-endian::
 Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py.
 """
 
-import collections
 import dataclasses
 import struct
 from collections.abc import Iterator
@@ -50,7 +49,6 @@ class Megatron:
     def __init__(self, bin_path: Path):
         self.name = bin_path.name
         self.files = [bin_path, bin_path.with_suffix(".idx")]
-        self.skipped: collections.Counter[str] = collections.Counter()
 
     def batches(self) -> Iterator[Batch]:
         """The documents as `input_ids`.
@@ -122,7 +120,6 @@ class MindRecord:
     def __init__(self, path: Path):
         self.name = path.name
         self.files = [path, path.with_name(path.name + ".db")]
-        self.skipped: collections.Counter[str] = collections.Counter()
 
     def batches(self) -> Iterator[Batch]:
         """The records with all their fields; imports MindSpore.
@@ -142,7 +139,7 @@ class MindRecord:
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0]
             raise DataError(
-                f"data.source must be a whole MindRecord file, got {reason}, in {path}; copy it and its .db again"
+                f"a source must be a whole MindRecord file, got {reason}, in {path}; copy it and its .db again"
             ) from error
         try:
             total = max(reader.len(), 1)

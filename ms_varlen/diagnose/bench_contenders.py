@@ -10,11 +10,12 @@ for a `seq_length` of 4 and a divisor of 2::
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from ms_varlen.data.layouts import Layout
+from ms_varlen.data.layouts import IGNORE_INDEX, Layout
+from ms_varlen.data.samples import Samples
 from ms_varlen.data.store import Progress
 from ms_varlen.errors import RecipeError
 from ms_varlen.graph.shapes import TokenShapes, round_up
@@ -27,6 +28,8 @@ from ms_varlen.train.workload import SampleLengths, Workload, auto_row_lengths, 
 
 Parts = list[list[np.ndarray]]
 """[step][micro-batch] -> [B] sample ids."""
+Sample = tuple[np.ndarray, np.ndarray]
+"""[length] int32 token ids and [length] int32 labels, not shifted: the token's own id, -100 where there is no loss."""
 
 MOST_ROWS = 16
 """Rows of a padded micro-batch; a step of more samples takes several."""
@@ -130,6 +133,21 @@ def step_parts(workload: Workload, steps: int, rank: int = 0) -> Parts:
     places = workload.plan_steps(workload.plans.start(), steps)
     micro_batches = range(workload.recipe.batch.micro_batches)
     return [[plan.micro_batch(state.step, m, rank) for m in micro_batches] for state, plan in places]
+
+
+def samples_of(table: Samples, ids: np.ndarray) -> list[Sample]:
+    """The samples `ids` [k] as a peer takes them; the first label of each is -100, for nothing comes before it."""
+    lengths = table.lengths[ids]
+    tokens, supervised = table.gather(ids), table.gather_supervised(ids)
+    labels = tokens.copy() if supervised is None else np.where(supervised, tokens, IGNORE_INDEX).astype(np.int32)
+    ends = np.cumsum(lengths)
+    labels[ends - lengths] = IGNORE_INDEX
+    return list(zip(np.split(tokens, ends[:-1]), np.split(labels, ends[:-1]), strict=True))
+
+
+def num_targets(samples: Iterable[Sample]) -> int:
+    """Tokens with a loss."""
+    return sum(int(np.count_nonzero(labels != IGNORE_INDEX)) for _, labels in samples)
 
 
 def contender_workload(name: str, workload: Workload, parts: Parts) -> tuple[Workload, Parts]:

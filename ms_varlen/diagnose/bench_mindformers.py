@@ -36,8 +36,13 @@ from mindformers.models.llama import LlamaConfig, LlamaForCausalLM  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 
 from ms_varlen.data.layouts import IGNORE_INDEX  # noqa: E402
-from ms_varlen.data.store import SampleTable  # noqa: E402
-from ms_varlen.diagnose.bench_contenders import bench_workload, step_parts  # noqa: E402
+from ms_varlen.diagnose.bench_contenders import (  # noqa: E402
+    Sample,
+    bench_workload,
+    num_targets,
+    samples_of,
+    step_parts,
+)
 from ms_varlen.diagnose.bench_process import Answer, Reply, peak_rss_mb  # noqa: E402
 from ms_varlen.errors import RecipeError  # noqa: E402
 from ms_varlen.graph.shapes import round_up  # noqa: E402
@@ -150,10 +155,11 @@ class MindFormersContender:
     def step(self, index: int, rate: float) -> Reply:
         """Train on a step, its micro-batches at hand: seconds and loss per token."""
         ids = self.steps[index]
-        lengths = np.asarray(self.table.lengths[ids])
-        length = round_up(int(lengths.max()), self.divisor) if self.dynamic else self.seq_length
-        batches = [padded_rows(self.table, ids[at : at + ROWS], length, self.pad_id) for at in range(0, ids.size, ROWS)]
-        supervised = int((lengths - 1).sum())
+        samples = samples_of(self.table, ids)
+        longest = int(self.table.lengths[ids].max())
+        length = round_up(longest, self.divisor) if self.dynamic else self.seq_length
+        batches = [padded_rows(samples[at : at + ROWS], length, self.pad_id) for at in range(0, ids.size, ROWS)]
+        supervised = num_targets(samples)
         unused = Tensor(np.zeros(1, np.int32))
         begin = time.perf_counter()
         losses = [self.accumulate(*map(Tensor, batch), unused) for batch in batches]
@@ -167,14 +173,13 @@ class MindFormersContender:
         return {"peak_rss_mb": peak_rss_mb()}
 
 
-def padded_rows(table: SampleTable, ids: np.ndarray, length: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+def padded_rows(samples: list[Sample], length: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
     """Ids and shifted labels, [ROWS, length] int32 each."""
     inputs = np.full((ROWS, length), pad_id, np.int32)
     labels = np.full((ROWS, length), IGNORE_INDEX, np.int32)
-    for row, sample in enumerate(ids):
-        tokens = table.tokens(int(sample))
+    for row, (tokens, targets) in enumerate(samples):
         inputs[row, : tokens.size] = tokens
-        labels[row, : tokens.size - 1] = tokens[1:]
+        labels[row, : tokens.size - 1] = targets[1:]
     return inputs, labels
 
 

@@ -22,8 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from ms_varlen.data.layouts import IGNORE_INDEX
-from ms_varlen.data.store import SampleTable
-from ms_varlen.diagnose.bench_contenders import bench_workload, step_parts
+from ms_varlen.diagnose.bench_contenders import Sample, bench_workload, num_targets, samples_of, step_parts
 from ms_varlen.diagnose.bench_process import Answer, Reply, peak_rss_mb
 from ms_varlen.models.config import DecoderConfig
 from ms_varlen.models.hugging_face import hugging_face_config
@@ -91,7 +90,7 @@ class TorchContender:
     def step(self, index: int, rate: float) -> Reply:
         """Train on a step, its inputs at hand: seconds and loss per token."""
         samples = [samples_of(self.table, ids) for ids in self.parts[index]]
-        supervised = sum(tokens.size - 1 for part in samples for tokens in part)
+        supervised = num_targets(itertools.chain.from_iterable(samples))
         micro_batches = [inputs for part in samples for inputs in self.inputs(part, self.pad_id)]
         begin = time.perf_counter()
         loss = 0.0
@@ -113,31 +112,24 @@ class TorchContender:
         return {"peak_rss_mb": peak_rss_mb()}
 
 
-def samples_of(table: SampleTable, ids: np.ndarray) -> list[np.ndarray]:
-    """The tokens of each sample, [length] int32."""
-    return np.split(table.gather(ids), np.cumsum(table.lengths[ids])[:-1])
-
-
-def padded_inputs(samples: list[np.ndarray], pad_id: int) -> list[Inputs]:
+def padded_inputs(samples: list[Sample], pad_id: int) -> list[Inputs]:
     """One batch of rows; labels are not shifted, transformers does that."""
-    shape = (len(samples), max(tokens.size for tokens in samples))
+    shape = (len(samples), max(tokens.size for tokens, _ in samples))
     ids, labels = np.full(shape, pad_id, np.int64), np.full(shape, IGNORE_INDEX, np.int64)
-    for row, tokens in enumerate(samples):
-        ids[row, : tokens.size] = labels[row, : tokens.size] = tokens
+    for row, (tokens, targets) in enumerate(samples):
+        ids[row, : tokens.size], labels[row, : tokens.size] = tokens, targets
     return [{"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}]
 
 
-def segments_inputs(samples: list[np.ndarray], pad_id: int) -> list[Inputs]:
+def segments_inputs(samples: list[Sample], pad_id: int) -> list[Inputs]:
     """One row of all samples, and their lengths."""
-    lengths = [tokens.size for tokens in samples]
-    ids = torch.from_numpy(np.concatenate(samples).astype(np.int64))[None]
-    labels = ids.clone()
-    labels[0, list(itertools.accumulate(lengths[:-1], initial=0))] = IGNORE_INDEX  # no target across samples
+    lengths = [tokens.size for tokens, _ in samples]
+    ids, labels = (torch.from_numpy(np.concatenate(rows).astype(np.int64))[None] for rows in zip(*samples, strict=True))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     return [{"input_ids": ids, "labels": labels, "position_ids": positions, "segment_lengths": lengths}]
 
 
-def packed_inputs(samples: list[np.ndarray], pad_id: int) -> list[Inputs]:
+def packed_inputs(samples: list[Sample], pad_id: int) -> list[Inputs]:
     """One row of all samples, and a mask [1, 1, T, T] that is true where a query sees a key."""
     (inputs,) = segments_inputs(samples, pad_id)
     lengths = torch.tensor(inputs.pop("segment_lengths"))
@@ -146,9 +138,9 @@ def packed_inputs(samples: list[np.ndarray], pad_id: int) -> list[Inputs]:
     return [inputs | {"attention_mask": mask[None, None]}]
 
 
-def each_inputs(samples: list[np.ndarray], pad_id: int) -> list[Inputs]:
+def each_inputs(samples: list[Sample], pad_id: int) -> list[Inputs]:
     """A batch for each sample."""
-    return [inputs for tokens in samples for inputs in padded_inputs([tokens], pad_id)]
+    return [inputs for sample in samples for inputs in padded_inputs([sample], pad_id)]
 
 
 def start(settings: dict[str, Any]) -> dict[str, Answer]:

@@ -47,6 +47,8 @@ _COPIED = (*_REQUIRED, "num_key_value_heads", "head_dim", "tie_word_embeddings",
 # The biases that transformers' class of the family asks the file for; it decides the others itself.
 _BIASES = {"llama": ("attention_bias", "mlp_bias"), "mistral": (), "qwen2": (), "qwen3": ("attention_bias",)}
 _DEFAULT_WINDOW = 4096
+_DEFAULT_FULL_LAYERS = 28
+"""Layers of qwen2 and qwen3 that do not slide, where the file does not say."""
 
 
 def read_hugging_face(path: str | Path) -> tuple[dict[str, Any], list[FieldFault]]:
@@ -117,6 +119,7 @@ def hugging_face_config(config: DecoderConfig, max_position_embeddings: int) -> 
         # Null is no default everywhere: an absent window is 4096 to transformers' Mistral.
         "sliding_window": config.sliding_window,
         "use_sliding_window": config.sliding_window is not None,
+        **({} if config.sliding_window is None else {"max_window_layers": 0}),
         "rope_scaling": scaling.model_dump(exclude_none=True) if scaling else None,
         "hidden_act": "silu",
         "attention_dropout": 0.0,
@@ -152,30 +155,40 @@ def _window(values: dict[str, Any], family: str) -> Any:
     kinds = values.get("layer_types")
     if kinds and "sliding_attention" not in kinds:
         return None
+    full, layers = values.get("max_window_layers", _DEFAULT_FULL_LAYERS), values.get("num_hidden_layers")
+    if not kinds and isinstance(full, int) and isinstance(layers, int) and full >= layers:
+        return None
     return values.get("sliding_window", _DEFAULT_WINDOW)
 
 
 def _rope(values: dict[str, Any]) -> tuple[dict[str, Any], list[FieldFault]]:
     """`rope_theta` and `rope_scaling`, from the keys of transformers 4 or the one of transformers 5."""
-    name = "rope_parameters" if values.get("rope_parameters") is not None else "rope_scaling"
-    found = values.get(name)
-    if not isinstance(found or {}, dict):
-        return {}, [(name, f"must be a mapping or null, got {json.dumps(found)}; bring the model's file again")]
-    settings = dict(found or {})
+    given = {name: values[name] for name in ("rope_parameters", "rope_scaling") if values.get(name)}
+    for name, found in given.items():
+        if not isinstance(found, dict):
+            return {}, [(name, f"must be a mapping or null, got {json.dumps(found)}; bring the model's file again")]
+    if len({json.dumps({**found, "rope_theta": None}, sort_keys=True) for found in given.values()}) > 1:
+        rule = f"must be left out or say what rope_parameters says, got {json.dumps(given['rope_scaling'])}"
+        return {}, [("rope_scaling", f"{rule}; remove the one that the weights were not trained with")]
+    name = next(iter(given), "rope_scaling")
+    settings = dict(given.get(name, {}))
     theta = settings.pop("rope_theta", values.get("rope_theta"))
     fields = {} if theta is None else {"rope_theta": theta}
     # Older files say `type`; newer ones say `rope_type`, and some say both.
     old, kind = settings.pop("type", None), settings.pop("rope_type", None)
-    kind = kind or old or "default"
+    kind = kind or old
     part = settings.pop("partial_rotary_factor", None)
     if part not in (None, 1):
         rule = f"must be 1, got {json.dumps(part)}; choose a model whose heads are turned whole"
         return fields, [(f"{name}.partial_rotary_factor", rule)]
     by_layer = [key for key, value in settings.items() if isinstance(value, dict)]
-    if by_layer and kind == "default":
+    if by_layer and kind in (None, "default"):
         rule = "must hold one setting for all layers (no others by kind of layer)"
         return fields, [(name, f"{rule}, got {', '.join(by_layer)}; choose a model whose layers are turned alike")]
-    if kind == "default":
+    if kind is None and settings:
+        rule = f"must be given beside {', '.join(settings)}, got no such key"
+        return fields, [(f"{name}.rope_type", f"{rule}; bring the model's {CONFIG_FILE} again")]
+    if kind in (None, "default"):
         return fields, []
     if kind not in ("linear", "llama3"):
         rule = "must be default, linear or llama3 (no other scaling is computed here)"

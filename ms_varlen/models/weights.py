@@ -35,13 +35,14 @@ class TensorFolder:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.files: dict[str, Path] = {}
         self._views: dict[str, np.ndarray] = {}
-        for file, names in _files(folder).items():
+        for file, names in weight_files(folder).items():
             views = _views(file)
             for name in views if names is None else names:
                 if name not in views:
                     raise CheckpointError(
                         f"{file} must hold parameter {name}, as {INDEX_FILE} says, found no such parameter; "
-                        "bring the whole folder again"
+                        "bring the whole folder again",
+                        "CKPT-CORRUPT",
                     )
                 self._views[name], self.files[name] = views[name], file
                 self.shapes[name] = views[name].shape
@@ -58,17 +59,28 @@ class TensorFolder:
         return np.array_equal(self._views[name], self._views[other])
 
 
-def _files(folder: Path) -> dict[Path, list[str] | None]:
-    """Each file and the names it must hold; None for all that it holds."""
+def weight_files(folder: Path) -> dict[Path, list[str] | None]:
+    """Each safetensors file of a model's folder and the names it must hold; None for all that it holds.
+
+    Raises:
+        CheckpointError: no such files, or an index that is not understood.
+    """
     if (folder / INDEX_FILE).is_file():
         try:
             entries = json.loads((folder / INDEX_FILE).read_bytes())["weight_map"].items()
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(
-                f"{folder / INDEX_FILE} must hold a JSON object with a weight_map, got {error!r}; bring it again"
+                f"{folder / INDEX_FILE} must hold a JSON object with a weight_map, got {error!r}; bring it again",
+                "CKPT-CORRUPT",
             ) from error
         names: dict[Path, list[str] | None] = {}
         for name, file in entries:
+            if not isinstance(file, str):
+                raise CheckpointError(
+                    f"{folder / INDEX_FILE} must name a file for parameter {name}, got {json.dumps(file)}; "
+                    "bring it again",
+                    "CKPT-CORRUPT",
+                )
             held = names.setdefault(folder / file, [])
             assert held is not None
             held.append(name)
@@ -88,9 +100,13 @@ def _views(file: Path) -> dict[str, np.ndarray]:
         with safe_open(file, "np"):  # checks the header against the file, offsets and length
             pass
     except FileNotFoundError as error:
-        raise CheckpointError(f"{file} is missing, as {INDEX_FILE} names it; bring the whole folder again") from error
+        raise CheckpointError(
+            f"{file} is missing, as {INDEX_FILE} names it; bring the whole folder again", "CKPT-CORRUPT"
+        ) from error
+    except OSError as error:  # a folder of that name, or no permission to read it
+        raise CheckpointError(f"{file} must be a file that can be read, got {error}; bring it again") from error
     except SafetensorError as error:
-        raise CheckpointError(f"{file} is cut short or altered: {error}; bring it again") from error
+        raise CheckpointError(f"{file} is cut short or altered: {error}; bring it again", "CKPT-CORRUPT") from error
     with file.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(size))
