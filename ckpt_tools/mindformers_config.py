@@ -7,30 +7,25 @@ import yaml
 from pydantic import ValidationError
 
 from ckpt_tools.mindformers_names import ModelClass, WeightLayout
+from ms_varlen.bridge.model_sections import LLAMA_NAMES, QWEN3_NAMES, llama_decoder, qwen3_decoder
 from ms_varlen.errors import CheckpointError
 from ms_varlen.models.config import DecoderConfig
-from ms_varlen.models.hugging_face import hugging_face_config, load_config
+from ms_varlen.models.hugging_face import load_config
 from ms_varlen.train.recipe import load_recipe
 from ms_varlen.train.recipe_faults import field_faults
 
 CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
-_LLAMA = {  # LlamaConfig of mindformers 1.9: its name -> ours, and its default where ours is another
-    "hidden_size": ("hidden_size", 4096),
-    "num_layers": ("num_hidden_layers", 32),
-    "num_heads": ("num_attention_heads", 32),
-    "n_kv_heads": ("num_key_value_heads", None),
-    "vocab_size": ("vocab_size", 32000),
-    "rms_norm_eps": ("rms_norm_eps", 1e-5),
-    "theta": ("rope_theta", 10000.0),
-    "tie_word_embeddings": ("tie_word_embeddings", False),
-    "max_position_embedding": ("max_position_embeddings", None),
+_LLAMA_DEFAULTS = {  # of LlamaConfig in mindformers 1.9, where ours are others
+    "hidden_size": 4096,
+    "num_layers": 32,
+    "num_heads": 32,
+    "vocab_size": 32000,
+    "rms_norm_eps": 1e-5,
+    "theta": 10000.0,
+    "tie_word_embeddings": False,
 }
-_QWEN3 = (
-    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("intermediate_size", "vocab_size", "rms_norm_eps", "rope_theta", "tie_word_embeddings"),
-    *("max_position_embeddings", "attention_bias"),
-)
+_LLAMA_BIASES = ("qkv_has_bias", "attn_proj_has_bias")
 
 
 def read_config(path: Path) -> tuple[DecoderConfig, WeightLayout | None]:
@@ -59,7 +54,15 @@ def read_config(path: Path) -> tuple[DecoderConfig, WeightLayout | None]:
 
 def _from_mindformers(path: Path, section: dict[str, Any]) -> tuple[DecoderConfig, WeightLayout]:
     legacy = "num_layers" in section or section.get("type") == "LlamaConfig"
-    fields = _llama_fields(section) if legacy else {name: section[name] for name in _QWEN3 if name in section}
+    try:
+        fields = _llama_fields(section) if legacy else _qwen3_fields(section)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: model.model_config.{error}") from error
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:  # no scaling_factor, a word for a number
+        raise CheckpointError(
+            f"{path}: model.model_config must be that of a training of MindFormers, got {error!r} from it; give the "
+            "training's own YAML"
+        ) from error
     layout = WeightLayout(
         "llama" if legacy else "qwen3",
         bool(section.get("qkv_concat")) if legacy else True,
@@ -73,10 +76,25 @@ def _from_mindformers(path: Path, section: dict[str, Any]) -> tuple[DecoderConfi
         raise CheckpointError(f"{path}: model.model_config gives no decoder: {fault}") from error
 
 
+def _qwen3_fields(section: dict[str, Any]) -> dict[str, Any]:
+    kind, scaling = section.get("position_embedding_type") or "rope", section.get("rope_scaling")
+    if kind != "rope" or scaling is not None:
+        raise CheckpointError(
+            f"position_embedding_type and rope_scaling of a Qwen3 must be rope and null, got {kind} and {scaling}; no "
+            "other is computed here"
+        )
+    return {name: section[name] for name in (*QWEN3_NAMES, "max_position_embeddings") if name in section}
+
+
 def _llama_fields(section: dict[str, Any]) -> dict[str, Any]:
-    fields: dict[str, Any] = {ours: section.get(name, default) for name, (ours, default) in _LLAMA.items()}
-    qkv, output = section.get("qkv_has_bias", False), section.get("attn_proj_has_bias", False)
+    fields: dict[str, Any] = {
+        ours: section.get(name, _LLAMA_DEFAULTS.get(name))
+        for name, ours in LLAMA_NAMES.items()
+        if name not in _LLAMA_BIASES
+    }
+    qkv, output = (section.get(name, False) for name in _LLAMA_BIASES)
     fields |= {"architecture": "qwen2" if qkv and not output else "llama", "attention_bias": qkv}
+    fields["max_position_embeddings"] = section.get("max_position_embedding")
     inner = section.get("intermediate_size")
     if inner is None:  # as LlamaFeedForward counts it
         inner, multiple = 4 * int(fields["hidden_size"]), section.get("multiple_of", 256)
@@ -93,28 +111,19 @@ def _llama_fields(section: dict[str, Any]) -> dict[str, Any]:
 
 
 def mindformers_section(config: DecoderConfig, layout: WeightLayout, seq_length: int) -> dict[str, Any]:
-    """The `model` section of a MindFormers YAML that builds the same decoder with its weights in this layout."""
-    section: dict[str, Any]
+    """The `model` section of a MindFormers YAML that builds the same decoder with its weights in this layout.
+
+    Raises:
+        CheckpointError: rotary angles that the class does not compute.
+    """
+    positions = config.max_position_embeddings or seq_length
     if layout.model == "qwen3":
-        found = hugging_face_config(config, seq_length)
-        section = {"model_type": "qwen3", **{name: found[name] for name in _QWEN3}, "seq_length": seq_length}
+        section = {**qwen3_decoder(config), "max_position_embeddings": positions, "seq_length": seq_length}
         section["use_contiguous_weight_layout_attention"] = layout.qkv == "contiguous"
         section["use_interleaved_weight_layout_mlp"] = layout.mlp == "interleaved"
         return {"model_config": section}
-    values = config.model_dump()
-    section = {"type": "LlamaConfig", **{name: values[ours] for name, (ours, _) in _LLAMA.items()}}
-    section |= {
-        "intermediate_size": config.intermediate_size,
-        "max_position_embedding": config.max_position_embeddings or seq_length,
-        "seq_length": seq_length,
-        "qkv_has_bias": config.attention_bias,
-        "attn_proj_has_bias": config.attention_output_bias,
-        "qkv_concat": layout.fused,
-    }
-    if config.rope_scaling is not None:
-        scaling = config.rope_scaling.model_dump(exclude_none=True)
-        section["extend_method"] = scaling.pop("rope_type").upper()
-        section["scaling_factor"] = scaling
+    section = {**llama_decoder(config), "max_position_embedding": positions, "seq_length": seq_length}
+    section["qkv_concat"] = layout.fused
     return {"arch": {"type": CLASSES["llama"]}, "model_config": section}
 
 

@@ -7,6 +7,7 @@ object as its last line.
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,16 @@ def changed_by_an_edit(folder: Path) -> dict[str, Any]:
     }
 
 
+def planned_with_a_sink() -> int:
+    """Steps that the monitor expects of 20 sinks of one step, on a CPU and a data set of 20."""
+    from mindspore.dataset import NumpySlicesDataset
+
+    from ms_varlen.bridge.monitor import planned_steps
+
+    rows = NumpySlicesDataset(np.zeros((20, 1), np.int32), shuffle=False)
+    return planned_steps(SimpleNamespace(epoch_num=20, batch_num=1, train_dataset=rows))
+
+
 def core_configuration(path: Path) -> dict[str, Any]:
     """What MindFormers' own configuration classes make of a YAML for many devices."""
     from mindformers.core.parallel_config import build_parallel_config
@@ -83,6 +94,7 @@ def main(folder: Path) -> None:
     result = {
         "whole": trained(folder, "train.yaml"),
         "resumed": trained(folder, "resume.yaml"),
+        "planned_with_a_sink": planned_with_a_sink(),
         "edit": changed_by_an_edit(folder),
         "eight_billion": core_configuration(folder / "eight_billion.yaml"),
     }

@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 
 from ckpt_tools.anything import open_weights
 from ckpt_tools.mindformers import export_mindformers
+from ms_varlen.bridge.config import MONITOR_TYPE
 from ms_varlen.bridge.feed import open_feed
 from ms_varlen.bridge.recipes import Devices, mindformers_config
 from ms_varlen.models.config import DecoderConfig
@@ -87,6 +88,11 @@ def run_python(folder: Path, *command: str) -> str:
     return run.stdout
 
 
+def without(kind: str, config: dict) -> list[dict]:
+    """The callbacks but for one; the run adds the monitor itself."""
+    return [callback for callback in config["callbacks"] if callback["type"] != kind]
+
+
 @pytest.fixture(scope="module")
 def core(corpus, tmp_path_factory) -> dict:
     """What `bridge_core_run.py` does with MindFormers' core Qwen3; `ours` is our own trainer's run."""
@@ -108,7 +114,7 @@ def core(corpus, tmp_path_factory) -> dict:
     made = mindformers_config(parse_recipe(sections), "qwen3", Devices())
     made["output_dir"] = str(folder / "output")
     made["checkpoint"] |= {"save_path": str(folder / "output" / "checkpoint"), "load_path": exported["load_checkpoint"]}
-    (folder / "train.yaml").write_text(yaml.safe_dump(made))
+    (folder / "train.yaml").write_text(yaml.safe_dump(made | {"callbacks": without(MONITOR_TYPE, made)}))
     middle = str(folder / "output" / "checkpoint" / "iteration_00000010")
     made["checkpoint"] |= {"load_path": middle, "no_load_optim": False}
     (folder / "resume.yaml").write_text(yaml.safe_dump(made))
@@ -148,6 +154,11 @@ def test_editing_one_sample_leaves_the_logits_of_all_others_bit_equal(core):
 
 
 @pytest.mark.graph
+def test_the_monitor_knows_that_a_cpu_takes_each_sink_for_a_pass_over_all_samples(core):
+    assert core["planned_with_a_sink"] == 20 * 20
+
+
+@pytest.mark.graph
 def test_the_monitor_finds_what_is_wrong_in_a_network_that_was_built(core):
     assert core["edit"]["faults"] == ["model.model_config.seq_length", "train_dataset.construct_args_key"]
 
@@ -184,7 +195,7 @@ def test_two_ranks_of_mindformers_trainer_see_each_sample_once_in_equal_steps(co
     sections["train"]["steps"] = 8
     made = mindformers_config(parse_recipe(sections), "llama", Devices())
     made["use_parallel"] = True
-    made["callbacks"] = [{"type": "KeepBatches"}, *(c for c in made["callbacks"] if c["type"] != "CheckpointMonitor")]
+    made["callbacks"] = [{"type": "KeepBatches"}, *without("CheckpointMonitor", made)]
     made["train_dataset"]["data_loader"]["steps"] = None  # one epoch
     (tmp_path / "train.yaml").write_text(yaml.safe_dump(made))
     worker = str(ROOT / "tests" / "bridge_ranks_run.py")
@@ -210,6 +221,8 @@ def test_two_ranks_of_mindformers_trainer_see_each_sample_once_in_equal_steps(co
     assert sorted(seen) == sorted(tuple(table.tokens(int(sample))) for sample in planned)
     metrics = [json.loads(line) for line in (tmp_path / "output/ms_varlen/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in metrics] == list(range(1, feed.steps + 1))
+    computed = [sum(steps[f"ids_{line['step']}"].size for steps in fed) for line in metrics]
+    assert [line["tokens_computed"] for line in metrics] == computed
 
 
 @pytest.mark.graph

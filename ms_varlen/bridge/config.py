@@ -1,16 +1,20 @@
 """The keys of `train_dataset.data_loader` with `type: VarlenDataLoader`. Imports neither MindSpore nor MindFormers."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ms_varlen.errors import RecipeError
+from ms_varlen.data.store import TokenStore
+from ms_varlen.data.store_files import MANIFEST
+from ms_varlen.errors import DataError, RecipeError
 from ms_varlen.train.recipe import Recipe, parse_recipe
 from ms_varlen.train.recipe_yaml import shown
 
 LOADER_TYPE = "VarlenDataLoader"
 MONITOR_TYPE = "VarlenMonitor"
+LOADER = "train_dataset.data_loader"
 PACKED_COLUMNS = ("input_ids", "labels", "loss_mask", "position_ids", "actual_seq_len")
 """Columns of MindFormers' TND route in the order in which it names them; `actual_seq_len` must come last."""
 
@@ -34,6 +38,21 @@ OLD_KEYS = {
 }
 """Keys of MindFormers' own loaders that would be wrong here, and what to do."""
 
+PLACEHOLDER = {"source": "pydoc", "tokenizer": "bytes"}
+"""The data section of a recipe whose token store is prepared already; nothing reads it."""
+
+KEYS = {
+    "batch.max_segments": f"{LOADER}.compressed_eod_mask_length",
+    "batch.micro_batches": "runner_config.batch_size",
+    "batch.rows": "runner_config.batch_size",
+    "batch.token_budget": f"{LOADER}.seq_length",
+    "batch.window": f"{LOADER}.window",
+    "data.": f"{LOADER}.data.",
+    "model.config": f"{LOADER}.model",
+    "model.seq_length": f"{LOADER}.longest_sample",
+}
+"""Keys of a recipe of ours, and those that they come from."""
+
 
 class LoaderConfig(BaseModel):
     """What our loader is told in a MindFormers YAML."""
@@ -51,7 +70,7 @@ class LoaderConfig(BaseModel):
         "padded: a row for each sample",
     )
     longest_sample: int | None = Field(
-        None, ge=2, description="most tokens of a sample, at most seq_length; seq_length (or the store's) if null"
+        None, ge=2, description="most tokens of a packed sample, at most seq_length, which it is if null"
     )
     steps: int | None = Field(
         None, ge=1, description="optimizer steps of the whole run, over as many epochs as needed; one epoch if null"
@@ -63,6 +82,10 @@ class LoaderConfig(BaseModel):
     window: int | None = Field(
         None, ge=1, description="padded rows with pad_to batch: samples per window that are sorted by length"
     )
+    divisor: int | None = Field(
+        None, ge=1, description="with pad_to batch: that of train_dataset, whose rows the monitor counts"
+    )
+    remainder: int | None = Field(None, ge=1, description="with pad_to batch: that of train_dataset")
     model: dict[str, Any] = Field(
         {"hidden_size": 4096}, description="the model.config of one of our recipes; ranks are balanced by its work"
     )
@@ -81,7 +104,7 @@ class LoaderConfig(BaseModel):
             batch_size: rows of a step and rank.
             longest_sample: most tokens of a sample.
         Raises:
-            RecipeError: what is wrong with `data`, `model` or the sizes.
+            RecipeError: what is wrong with `data`, `model` or the sizes, under the keys of a MindFormers YAML.
         """
         packed = self.packed
         if packed:
@@ -95,7 +118,7 @@ class LoaderConfig(BaseModel):
         longest = self.seq_length if not packed else longest_sample
         sections = {
             "mode": self.mode,
-            "data": {"eval_fraction": 0.0, **(self.data or {"source": "pydoc", "tokenizer": "bytes"})},
+            "data": {"eval_fraction": 0.0, **(PLACEHOLDER if self.data is None else self.data)},
             "batch": batch,
             "shapes": {"kind": "static" if packed or self.pad_to == "max" else "range", "divisor": 1},
             "model": {
@@ -108,7 +131,45 @@ class LoaderConfig(BaseModel):
             "graph": {"mode": "pynative"},
             "checkpoint": {"output_dir": "output"},
         }
-        return parse_recipe(sections, where="train_dataset.data_loader")
+        try:
+            return parse_recipe(sections, where=LOADER_TYPE)
+        except RecipeError as error:
+            raise RecipeError([_renamed(fault) for fault in error.faults], LOADER_TYPE) from error
+
+    def open_store(self) -> TokenStore | None:
+        """The prepared store, if there is one.
+
+        Raises:
+            DataError: it cannot be used, or holds samples that do not fit.
+        """
+        if self.store is None:
+            return None
+        if not (Path(self.store) / MANIFEST).is_file():
+            raise DataError(
+                f"train_dataset.data_loader.store must be the folder of a prepared token store, got {self.store}, "
+                "which is none; ms-varlen plan RECIPE --json prepares one and prints its folder, or give data instead"
+            )
+        store, longest = TokenStore.open(self.store), self.longest_sample or self.seq_length
+        if store.train.longest > longest:
+            raise DataError(
+                f"train_dataset.data_loader.store must hold samples of at most {longest} tokens, got one of "
+                f"{store.train.longest}; raise {'seq_length' if self.longest_sample is None else 'longest_sample'}, or "
+                "prepare the store with a smaller model.seq_length"
+            )
+        return store
+
+
+def _renamed(fault: str) -> str:
+    """A fault of the recipe that the loader's keys make, under the key of the YAML that it came from."""
+    for ours, theirs in KEYS.items():
+        if fault.startswith(ours):
+            return theirs + fault[len(ours) :]
+    return fault
+
+
+def dynamic_length(tokens: int, divisor: int, remainder: int) -> int:
+    """The length that MindFormers' `dynamic_batch` pads rows of at most `tokens` tokens to."""
+    return -(-(tokens - remainder) // divisor) * divisor + remainder
 
 
 def read_loader_config(keys: Mapping[str, Any]) -> LoaderConfig:
@@ -157,6 +218,13 @@ def _rule_faults(config: LoaderConfig) -> list[str]:
         faults.append(
             f"longest_sample: must be <= seq_length ({config.seq_length}), got {config.longest_sample}; lower it"
         )
+    sizes = (config.divisor, config.remainder)
+    if config.pad_to == "batch" and None in sizes:
+        faults.append(
+            "divisor, remainder: must be those of train_dataset with pad_to batch, found none; give both here too"
+        )
+    elif config.pad_to == "max" and sizes != (None, None):
+        faults.append("divisor, remainder: must be left out but with pad_to batch; remove them")
     if config.packed:
         if not config.create_compressed_eod_mask:
             faults.append(
@@ -170,8 +238,14 @@ def _rule_faults(config: LoaderConfig) -> list[str]:
             )
         if config.pad_to != "max" or config.window is not None:
             faults.append(f"pad_to, window: must be left out in mode {config.mode}; they are for mode: padded")
-    elif config.create_compressed_eod_mask:
+        return faults
+    if config.create_compressed_eod_mask:
         faults.append("create_compressed_eod_mask: must be False in mode padded; remove it, or set mode: packed")
+    if config.longest_sample is not None:
+        faults.append(
+            f"longest_sample: must be left out in mode padded, got {config.longest_sample}: a row holds one sample of "
+            "up to seq_length tokens; set seq_length"
+        )
     return faults
 
 

@@ -15,16 +15,16 @@ MindFormers adds the offset of each row of a micro-batch to `actual_seq_len` whe
 
 import bisect
 import dataclasses
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ms_varlen.bridge.config import LoaderConfig, check_columns, read_loader_config
+from ms_varlen.bridge.config import LoaderConfig, check_columns, dynamic_length, read_loader_config
 from ms_varlen.data.dataset import Columns, MicroBatches
 from ms_varlen.data.layouts import IGNORE_INDEX
-from ms_varlen.data.store import TokenStore
-from ms_varlen.errors import DataError, LengthsError
+from ms_varlen.errors import LengthsError
 from ms_varlen.planning.balance import imbalance
 from ms_varlen.planning.cost import CostModel
 from ms_varlen.planning.epoch_plan import EpochPlan, PlanState
@@ -102,7 +102,7 @@ class Feed:
         self.batch_size, self.rank = batch_size, rank
         store = workload.store
         self._batches = MicroBatches(store.train, workload.layout, store.pad_id, lambda lens: {})
-        self._epoch_starts = [0]
+        self._epoch_starts, self._lock = [0], threading.Lock()
         self._cost = CostModel.of_decoder(workload.model_config)
         self._newest: tuple[int, Columns] | None = None
         self.steps = config.steps or workload.plans.epoch(0).num_steps
@@ -113,8 +113,9 @@ class Feed:
     def place(self, steps: int) -> PlanState:
         """The place in our plans after `steps` steps of MindFormers."""
         starts, plans = self._epoch_starts, self.workload.plans
-        while starts[-1] <= steps:
-            starts.append(starts[-1] + plans.epoch(len(starts) - 1).num_steps)
+        with self._lock:  # MindFormers asks for rows in a thread of its own, the monitor for figures in another
+            while starts[-1] <= steps:
+                starts.append(starts[-1] + plans.epoch(len(starts) - 1).num_steps)
         epoch = bisect.bisect_right(starts, steps) - 1
         return PlanState(epoch, steps - starts[epoch])
 
@@ -146,19 +147,26 @@ class Feed:
         ids = plan.step_ids(state.step)
         lengths, offsets = np.asarray(self.workload.store.train.lengths[ids]), bounds - bounds[0]
         real = int(lengths.sum(dtype=np.int64))
-        layout = self.workload.layout
-        computed = int(layout.computed_tokens(lengths, offsets).sum())
-        flops = micro_batch_flops(layout, self._cost, lengths, offsets)
+        computed, flops = self._work(lengths, offsets)
         work = flops.reshape(settings.world_size, settings.micro_batches).sum(axis=1)
         return {
             "epoch": state.epoch,
             "tokens_real": real,
-            "tokens_computed": computed,
+            "tokens_computed": int(computed.sum()),
             "tokens_supervised": self._supervised(ids, lengths),
             "segments": int(ids.size),
-            "pad_ratio": 1 - real / computed,
+            "pad_ratio": 1 - real / int(computed.sum()),
             "imbalance": float(imbalance(work)),
         }
+
+    def _work(self, lengths: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of each micro-batch [k], padding included, and its FLOPs [k]."""
+        layout, config = self.workload.layout, self.config
+        if config.divisor is None or config.remainder is None:
+            return layout.computed_tokens(lengths, offsets), micro_batch_flops(layout, self._cost, lengths, offsets)
+        longest = np.maximum.reduceat(lengths, offsets[:-1])
+        rows = np.array([dynamic_length(int(tokens), config.divisor, config.remainder) for tokens in longest])
+        return self.batch_size * rows, self.batch_size * self._cost.cost(rows)
 
     def _supervised(self, ids: np.ndarray, lengths: np.ndarray) -> int:
         """Tokens with a label: the supervised ones, but for the first of each sample, which nothing predicts."""
@@ -197,17 +205,11 @@ def open_feed(
     """
     config = read_loader_config(keys)
     names = check_columns(config, columns)
-    store = None if config.store is None else TokenStore.open(config.store)
+    store = config.open_store()
     longest = config.longest_sample or (config.seq_length if store is None else store.train.longest)
     recipe = config.recipe(batch_size, longest)
-    if store is None:
-        return Feed(config, prepare(recipe, None, world_size), names, batch_size, rank)
-    if store.train.longest > longest:
-        raise DataError(
-            f"train_dataset.data_loader.store must hold samples of at most {longest} tokens, got one of "
-            f"{store.train.longest}; raise longest_sample, or prepare the store with a smaller model.seq_length"
-        )
-    return Feed(config, prepare_on(recipe, store, world_size), names, batch_size, rank)
+    workload = prepare(recipe, None, world_size) if store is None else prepare_on(recipe, store, world_size)
+    return Feed(config, workload, names, batch_size, rank)
 
 
 @dataclasses.dataclass

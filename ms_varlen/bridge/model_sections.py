@@ -2,9 +2,55 @@
 
 from typing import Any, Literal
 
+from ms_varlen.errors import CheckpointError
 from ms_varlen.models.config import DecoderConfig
 
 Family = Literal["qwen3", "llama"]
+
+QWEN3_NAMES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "attention_bias"),
+)
+"""Of the core Qwen3's decoder; ours are the same."""
+
+LLAMA_NAMES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "rms_norm_eps": "rms_norm_eps",
+    "theta": "rope_theta",
+    "tie_word_embeddings": "tie_word_embeddings",
+    "qkv_has_bias": "attention_bias",
+    "attn_proj_has_bias": "attention_output_bias",
+}
+"""Of the legacy LlamaConfig: its name -> ours."""
+
+
+def qwen3_decoder(config: DecoderConfig) -> dict[str, Any]:
+    """The decoder itself, without its lengths, in the names of MindFormers' core Qwen3.
+
+    Raises:
+        CheckpointError: scaled rotary angles, which have no key there.
+    """
+    if config.rope_scaling is not None:
+        raise CheckpointError(
+            f"rope_scaling must be null for MindFormers' core Qwen3, got {config.rope_scaling.rope_type}; its rotary "
+            "angles would not be scaled: keep the model here, or in Hugging Face's format"
+        )
+    return {"model_type": "qwen3", **{name: getattr(config, name) for name in QWEN3_NAMES}}
+
+
+def llama_decoder(config: DecoderConfig) -> dict[str, Any]:
+    """The decoder itself, without its lengths, in the names of MindFormers' legacy LlamaConfig."""
+    section = {"type": "LlamaConfig", **{name: getattr(config, ours) for name, ours in LLAMA_NAMES.items()}}
+    if config.rope_scaling is not None:
+        scaling = config.rope_scaling.model_dump(exclude_none=True)
+        section["extend_method"] = scaling.pop("rope_type").upper()
+        section["scaling_factor"] = scaling
+    return section
 
 
 def model_section(
@@ -29,20 +75,9 @@ def model_section(
 
 def _qwen3(config: DecoderConfig, row_length: int, pad_id: int, packed: bool, compute: str) -> dict[str, Any]:
     return {
-        "model_type": "qwen3",
+        **qwen3_decoder(config),
         "architectures": ["Qwen3ForCausalLM"],
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "tie_word_embeddings": config.tie_word_embeddings,
         "untie_embeddings_and_output_weights": not config.tie_word_embeddings,
-        "attention_bias": config.attention_bias,
         "initializer_range": config.initializer_range,
         "seq_length": row_length,
         "max_position_embeddings": row_length,
@@ -65,18 +100,8 @@ def _llama(
     config: DecoderConfig, row_length: int, pad_id: int, packed: bool, on_cpu: bool, compute: str
 ) -> dict[str, Any]:
     return {
-        "type": "LlamaConfig",
+        **llama_decoder(config),
         "batch_size": 1,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_layers": config.num_hidden_layers,
-        "num_heads": config.num_attention_heads,
-        "n_kv_heads": config.num_key_value_heads,
-        "rms_norm_eps": config.rms_norm_eps,
-        "theta": config.rope_theta,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "qkv_has_bias": config.attention_bias,
         "initializer_range": config.initializer_range,
         "seq_length": row_length,
         "max_position_embedding": row_length,

@@ -41,6 +41,9 @@ FROM_MODEL = (
     "input_sliced_sig",
     "use_eod_reset",
     "use_eod_attn_mask_compression",
+    "use_ring_attention",
+    "ignore_token_id",
+    "mtp_num_layers",
 )
 
 
@@ -57,6 +60,15 @@ def network_faults(settings: LoaderConfig, columns: tuple[str, ...], train_netwo
             f"train_dataset.construct_args_key: must equal input_columns {list(columns)}, got {keys}; set it to that"
         )
     return faults
+
+
+def planned_steps(params: Any) -> int:
+    """Steps that MindSpore is about to train, by its callbacks' parameters.
+
+    A CPU sinks no data, so there an epoch is the whole data set, whatever `batch_num` says.
+    """
+    sinks = ms.get_context("device_target") != "CPU"
+    return params.epoch_num * (params.batch_num if sinks else params.train_dataset.get_dataset_size())
 
 
 def _attribute(network: nn.Cell, name: str) -> Any:
@@ -87,7 +99,7 @@ class VarlenMonitor(Callback):
             )
         self._feed: Feed = feed
         self._folder = Path(output_dir or Path(get_output_root_path()) / "ms_varlen")
-        self._first, self._done, self._begin = 0, 0, 0.0
+        self._first, self._done, self._offset, self._begin = 0, 0, 0, 0.0
 
     @property
     def _writes(self) -> bool:
@@ -103,18 +115,20 @@ class VarlenMonitor(Callback):
         """
         params, feed = run_context.original_args(), self._feed
         faults = network_faults(feed.config, feed.columns, params.train_network)
-        planned = params.epoch_num * params.batch_num
+        planned = planned_steps(params)
         if planned > feed.steps:
             faults.append(
                 f"runner_config.epochs: must give the {feed.steps} steps of the plan, got {planned}: a second pass "
-                "would repeat samples; set it to 1 and train_dataset.data_loader.steps to the steps of the whole run"
+                "would repeat samples; set it to 1, sink_mode to False on a CPU, and train_dataset.data_loader.steps "
+                "to the steps of the whole run"
             )
         refuse(faults, "MindFormers configuration")
         self._first = self._done = params.train_dataset.get_init_step()
-        plans = feed.workload.plans
+        self._offset = self._first - params.cur_step_num
         if self._first:
-            check_plan(self._folder, plans.fingerprint, feed.workload.store.fingerprint)
-            logger.info(f"varlen: goes on after step {self._first}, place {feed.place(self._first)} of the plan")
+            plans, place = feed.workload.plans, feed.place(self._first)
+            check_plan(self._folder, self._first, plans, place, feed.workload.store.fingerprint)
+            logger.info(f"varlen: goes on after step {self._first}, place {place} of the plan")
         if self._writes:
             self._open_files()
 
@@ -123,8 +137,8 @@ class VarlenMonitor(Callback):
         plans, metrics = self._feed.workload.plans, self._folder / METRICS_FILE
         if self._first:
             cut_metrics(metrics, self._first)
-            return
-        metrics.unlink(missing_ok=True)
+        else:
+            metrics.unlink(missing_ok=True)
         plan = {
             "plan_fingerprint": plans.fingerprint,
             "data_fingerprint": self._feed.workload.store.fingerprint,
@@ -141,7 +155,7 @@ class VarlenMonitor(Callback):
     def on_train_step_end(self, run_context: RunContext) -> None:
         """Log and write the steps since the last call: one, or as many as MindFormers sinks at a time."""
         params = run_context.original_args()
-        now = self._first + params.cur_step_num
+        now = self._offset + params.cur_step_num
         per_step_ms = (time.perf_counter() - self._begin) * 1e3 / max(now - self._done, 1)
         results = _results(params.net_outputs, params.train_network)
         for step in range(self._done + 1, now + 1):

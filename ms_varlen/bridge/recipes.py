@@ -13,9 +13,10 @@ from typing import Any
 
 import yaml
 
-from ms_varlen.bridge.checks import config_faults, dynamic_length, refuse
-from ms_varlen.bridge.config import LOADER_TYPE, MONITOR_TYPE, PACKED_COLUMNS
+from ms_varlen.bridge.checks import config_faults, refuse
+from ms_varlen.bridge.config import LOADER_TYPE, MONITOR_TYPE, PACKED_COLUMNS, dynamic_length
 from ms_varlen.bridge.model_sections import Family, model_section
+from ms_varlen.bridge.run_checks import TASK_TYPE
 from ms_varlen.data.tokenizers import open_tokenizer
 from ms_varlen.errors import RecipeError
 from ms_varlen.models.config import DecoderConfig
@@ -78,11 +79,37 @@ def mindformers_config(recipe: Recipe, family: Family, devices: Devices, auto_re
     on_cpu, packed = recipe.device.target == "CPU", recipe.mode != "padded"
     row_length = recipe.batch.token_budget if packed else recipe.model.seq_length
     assert row_length is not None, "the rules of a recipe see to it"
-    micro_batches, rows = recipe.batch.micro_batches, recipe.batch.rows or 1
-    # Outside of semi-automatic parallel MindFormers resets its gradient accumulation to 1: one batch holds the step.
-    split = devices.total > 1 and not on_cpu
     config: dict[str, Any] = {
-        "seed": recipe.train.seed,
+        **_run(recipe, family, devices),
+        "train_dataset": _dataset(recipe, row_length, tokenizer.pad_id, auto_register),
+        "context": _context(on_cpu),
+        "parallel_config": _parallel_config(recipe, devices),
+        "micro_batch_interleave_num": 1,
+        "parallel": _parallel(devices, on_cpu),
+        "recompute_config": {"recompute": recipe.model.recompute},
+        "model": model_section(model, family, row_length, tokenizer.pad_id, packed, on_cpu),
+        **_checkpoints(recipe, family),
+        "callbacks": _callbacks(recipe, family, auto_register),
+        "runner_wrapper": _wrapper(recipe),
+    }
+    config["train_dataset_task"] = {"type": TASK_TYPE, "dataset_config": config["train_dataset"]}
+    if not packed and recipe.batch.pad_to == "batch":
+        longest = dynamic_length(row_length, recipe.shapes.divisor, REMAINDER)
+        position_key = "max_position_embedding" if family == "llama" else "max_position_embeddings"
+        config["model"]["model_config"] |= {"is_dynamic": True, "seq_length": longest, position_key: longest}
+    refuse(config_faults(config), "recipe for MindFormers")
+    return config
+
+
+def _run(recipe: Recipe, family: Family, devices: Devices) -> dict[str, Any]:
+    """What is run, in how many micro-batches a step, and the optimizer.
+
+    Outside of semi-automatic parallel MindFormers resets its gradient accumulation to 1: one batch holds the step.
+    """
+    on_cpu, train = recipe.device.target == "CPU", recipe.train
+    micro_batches, rows, split = recipe.batch.micro_batches, recipe.batch.rows or 1, devices.total > 1 and not on_cpu
+    return {
+        "seed": train.seed,
         "output_dir": str(recipe.checkpoint.output_dir),
         "run_mode": "train",
         "print_separate_loss": False,  # there is one loss
@@ -101,42 +128,30 @@ def mindformers_config(recipe: Recipe, family: Family, devices: Devices, auto_re
         },
         "optimizer": {
             "type": "AdamW",
-            "betas": [recipe.train.beta1, recipe.train.beta2],
-            "eps": recipe.train.eps,
-            "weight_decay": recipe.train.weight_decay,
+            "betas": [train.beta1, train.beta2],
+            "eps": train.eps,
+            "weight_decay": train.weight_decay,
         },
         "lr_schedule": _schedule(recipe),
-        "train_dataset": _dataset(recipe, row_length, tokenizer.pad_id, auto_register),
-        "context": _context(on_cpu),
-        "parallel_config": {
-            "data_parallel": devices.data_parallel,
-            "model_parallel": devices.model_parallel,
-            "pipeline_stage": devices.pipeline_stage,
-            "micro_batch_num": micro_batches if devices.pipeline_stage > 1 else 1,
-            "use_seq_parallel": devices.model_parallel > 1,
-            "vocab_emb_dp": False,
-            "gradient_aggregation_group": 1,
-        },
-        "micro_batch_interleave_num": 1,
-        "parallel": _parallel(devices, on_cpu),
-        "recompute_config": {"recompute": recipe.model.recompute},
-        "model": model_section(model, family, row_length, tokenizer.pad_id, packed, on_cpu),
-        **_checkpoints(recipe, family),
-        "callbacks": _callbacks(recipe, family, auto_register),
-        "runner_wrapper": {
-            "type": "MFTrainOneStepCell",
-            "scale_sense": 1.0,
-            "use_clip_grad": recipe.train.clip_grad_norm is not None,
-            **({} if recipe.train.clip_grad_norm is None else {"max_grad_norm": recipe.train.clip_grad_norm}),
-        },
     }
-    config["train_dataset_task"] = {"type": "CausalLanguageModelDataset", "dataset_config": config["train_dataset"]}
-    if not packed and recipe.batch.pad_to == "batch":
-        longest = dynamic_length(row_length, recipe.shapes.divisor, REMAINDER)
-        position_key = "max_position_embedding" if family == "llama" else "max_position_embeddings"
-        config["model"]["model_config"] |= {"is_dynamic": True, "seq_length": longest, position_key: longest}
-    refuse(config_faults(config), "recipe for MindFormers")
-    return config
+
+
+def _parallel_config(recipe: Recipe, devices: Devices) -> dict[str, Any]:
+    return {
+        "data_parallel": devices.data_parallel,
+        "model_parallel": devices.model_parallel,
+        "pipeline_stage": devices.pipeline_stage,
+        "micro_batch_num": recipe.batch.micro_batches if devices.pipeline_stage > 1 else 1,
+        "use_seq_parallel": devices.model_parallel > 1,
+        "vocab_emb_dp": False,
+        "gradient_aggregation_group": 1,
+    }
+
+
+def _wrapper(recipe: Recipe) -> dict[str, Any]:
+    norm = recipe.train.clip_grad_norm
+    wrapper = {"type": "MFTrainOneStepCell", "scale_sense": 1.0, "use_clip_grad": norm is not None}
+    return wrapper if norm is None else wrapper | {"max_grad_norm": norm}
 
 
 def mindformers_yaml(config: dict[str, Any]) -> str:
@@ -155,6 +170,16 @@ def _family_faults(recipe: Recipe, model: DecoderConfig, family: Family, devices
         faults.append(
             f"model.config.architecture: must be {wanted} for MindFormers' {family}, got {model.architecture}; set it, "
             f"or --family {'llama' if family == 'qwen3' else 'qwen3'}"
+        )
+    if recipe.model.init_from is not None:
+        faults.append(
+            f"model.init_from: must be null, got {recipe.model.init_from}: MindFormers loads its own checkpoints; set "
+            "model.init_from=null, make one with ckpt-tools export-mindformers, and name it in the YAML"
+        )
+    if model.rope_scaling is not None and family == "qwen3":
+        faults.append(
+            f"model.config.rope_scaling: must be null for MindFormers' qwen3, got {model.rope_scaling.rope_type}: it "
+            "would not be computed; remove it, or train here"
         )
     if model.mlp_bias or model.attention_output_bias:
         faults.append("model.config: must have no bias in o_proj and MLP, which MindFormers' model lacks; remove it")
@@ -216,7 +241,9 @@ def _dataset(recipe: Recipe, row_length: int, pad_id: int, auto_register: bool) 
         if recipe.batch.window is not None:
             loader["window"] = recipe.batch.window
         if recipe.batch.pad_to == "batch":
-            dataset |= {"dynamic_batch": True, "divisor": recipe.shapes.divisor, "remainder": REMAINDER}
+            sizes = {"divisor": recipe.shapes.divisor, "remainder": REMAINDER}
+            dataset |= {"dynamic_batch": True, **sizes}
+            loader |= sizes
             dataset["pad_token_id"] = [pad_id, -100, 0]
     return dataset | {
         "num_parallel_workers": 1,

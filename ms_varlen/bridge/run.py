@@ -1,7 +1,8 @@
 """Trains with MindFormers' Trainer and our loader: ``python -m ms_varlen.bridge.run CONFIG.yaml``.
 
-Checks the whole YAML first, registers loader and monitor, and on a CPU puts the stand-ins of `ms_varlen.bridge.cpu` in
-place. On an NPU it does what MindFormers' own `run_mindformer.py` does with the YAML.
+Checks the whole YAML first, registers loader and monitor, adds the monitor where the YAML has none, and on a CPU puts
+the stand-ins of `ms_varlen.bridge.cpu` in place. On an NPU it does what MindFormers' own `run_mindformer.py` does with
+the YAML.
 """
 
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 import yaml
 
 from ms_varlen.bridge.checks import config_faults, refuse
+from ms_varlen.bridge.config import MONITOR_TYPE
 from ms_varlen.bridge.install import require_mindformers
 from ms_varlen.errors import RecipeError, VarlenError
 
@@ -52,6 +54,9 @@ def train(path: str | Path) -> None:
 
     register()
     config = MindFormerConfig(str(path))
+    callbacks = config.callbacks or []
+    if MONITOR_TYPE not in [callback["type"] for callback in callbacks]:
+        config.callbacks = [*callbacks, {"type": MONITOR_TYPE}]  # it checks the network that MindFormers builds
     build_context(config)
     if target == "CPU":
         from ms_varlen.bridge.cpu import substitute_for_cpu

@@ -20,10 +20,10 @@ SECTIONS = (
 WHOLE_NUMBERS = (
     "lr_schedule.total_steps",
     "micro_batch_interleave_num",
-    *(f"model.model_config.{key}" for key in ("seq_length", "vocab_size")),
+    *(f"model.model_config.{key}" for key in ("seq_length", "vocab_size", "ignore_token_id", "mtp_num_layers")),
     *(f"model.model_config.{key}" for key in ("max_position_embedding", "max_position_embeddings")),
-    *(f"parallel_config.{key}" for key in ("context_parallel", "data_parallel")),
-    *(f"runner_config.{key}" for key in ("batch_size", "epochs", "gradient_accumulation_steps")),
+    *(f"parallel_config.{key}" for key in ("context_parallel", "data_parallel", "seq_split_num")),
+    *(f"runner_config.{key}" for key in ("batch_size", "epochs", "gradient_accumulation_steps", "sink_size")),
     *(f"train_dataset.{key}" for key in ("divisor", "remainder", "repeat")),
 )
 SWITCHES = (
@@ -32,10 +32,18 @@ SWITCHES = (
     *(f"model.model_config.{key}" for key in ("input_sliced_sig", "is_dynamic", "use_eod_attn_mask_compression")),
     *(f"model.model_config.{key}" for key in ("use_eod_reset", "use_flash_attention", "use_ring_attention")),
     "parallel.full_batch",
+    "runner_config.sink_mode",
     *(f"train_dataset.{key}" for key in ("dynamic_batch", "eod_reset")),
 )
 NAMES = tuple(f"train_dataset.{key}" for key in ("construct_args_key", "input_columns", "output_columns"))
 TEXTS = ("context.device_target", "model.model_config.model_type", "model.model_config.position_embedding_type")
+
+
+def section(config: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
+    """A section below others; an empty one where it is missing or null."""
+    for name in names:
+        config = config.get(name) or {}
+    return config
 
 
 def _is_section(value: Any) -> bool:
