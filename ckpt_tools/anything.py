@@ -2,8 +2,11 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import yaml
+
+from ckpt_tools.gguf_import import open_gguf
 from ckpt_tools.mindformers import open_mindformers
 from ckpt_tools.mindformers_config import read_config
 from ckpt_tools.mindformers_names import RowLayout, model_class_of
@@ -15,7 +18,6 @@ from ms_varlen.checkpoint.run_dir import RECIPE_FILE
 from ms_varlen.checkpoint.store import MANIFEST_FILE, list_checkpoints, read_manifest
 from ms_varlen.errors import CheckpointError
 from ms_varlen.models.hugging_face import CONFIG_FILE
-from ms_varlen.train.recipe import load_recipe
 
 DEFAULT_POSITIONS = 2048
 """For weights that nobody says it of."""
@@ -75,12 +77,10 @@ def open_weights(path: Path, hints: ReadingHints = ReadingHints()) -> Weights:
     """
     kind = kind_of(path)
     if kind == "ms_varlen":
-        return of_step(open_step(path))
+        return of_step(open_step(path), path)
     if kind == "hugging_face":
         return open_hugging_face(path)
     if kind == "gguf":
-        from ckpt_tools.gguf_import import open_gguf  # the gguf package is an extra
-
         return open_gguf(path)
     if kind == "file":
         tensors = read_file(path)
@@ -109,9 +109,9 @@ def positions_of(weights: Weights) -> int:
     """The positions that a model was made for: its own limit, else the run's."""
     if weights.config.max_position_embeddings is not None:
         return weights.config.max_position_embeddings
-    recipe = weights.path.parent / RECIPE_FILE
-    if recipe.exists():
-        return load_recipe(recipe).model.max_position_embeddings
+    found = _run_recipe(weights).get("model", {}).get("max_position_embeddings")
+    if isinstance(found, int):
+        return found
     if weights.kind == "ms_varlen":
         return read_manifest(weights.path)["seq_length"] or DEFAULT_POSITIONS
     return DEFAULT_POSITIONS
@@ -119,8 +119,22 @@ def positions_of(weights: Weights) -> int:
 
 def tokenizer_of(weights: Weights) -> Path | None:
     """The tokenizer's files of a run: its recipe's `data.tokenizer`, where it is a file or folder that is there."""
-    recipe = weights.path.parent / RECIPE_FILE
-    if weights.kind != "ms_varlen" or not recipe.exists():
-        return None
-    place = Path(load_recipe(recipe).data.tokenizer).expanduser()
+    place = Path(str(_run_recipe(weights).get("data", {}).get("tokenizer"))).expanduser()
     return place if place.exists() else None
+
+
+def _run_recipe(weights: Weights) -> dict[str, dict[str, Any]]:
+    """Sections of the recipe beside one of our checkpoints, as training wrote them; nothing where there is none.
+
+    Not checked: the files that it names need not be where a checkpoint is exported.
+    """
+    path = weights.path.parent / RECIPE_FILE
+    if weights.kind != "ms_varlen" or not path.exists():
+        return {}
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        values = str(error).splitlines()[0]
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} must hold the run's recipe, found {values!r}; bring the file back, or remove it")
+    return {section: entry for section, entry in values.items() if isinstance(entry, dict)}

@@ -10,20 +10,16 @@ written whole or not at all, and never over something.
 
 import contextlib
 import json
-import logging
-import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.logging import RichHandler
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ms_varlen.console import Json, people, print_columns, print_table
-from ms_varlen.errors import VarlenError
+from ckpt_tools.new_folder import without_dots
+from ms_varlen.console import Json, debug_option, people, print_columns, print_table, run_app
 
 HELP = """Look into checkpoints, convert them between modes and frameworks, and prove that nothing changed.
 
@@ -37,9 +33,12 @@ Exit status 0 only when all is well, 1 for a fault that the message explains, 2 
 """
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=HELP)
+app.callback()(debug_option)
 
 Source = Annotated[Path, typer.Argument(metavar="SRC", help="Checkpoint to read; it stays as it is.")]
-Destination = Annotated[Path, typer.Argument(metavar="DST", help="Folder to make; it must not exist.")]
+Destination = Annotated[
+    Path, typer.Argument(metavar="DST", help="Folder to make; it must not exist.", callback=without_dots)
+]
 Config = Annotated[
     Path | None,
     typer.Option(help="Model of a MindFormers checkpoint or plain file: its YAML, a config.json, or a recipe."),
@@ -58,43 +57,7 @@ Strategy = Annotated[
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; the exit status."""
-    # Read by OpenMP and MindSpore when they are loaded, so before the first import of MindSpore.
-    os.environ.setdefault("GOMP_SPINCOUNT", "0")
-    os.environ.setdefault("GLOG_v", "3")
-    signal.signal(signal.SIGTERM, _interrupt)
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in arguments  # anywhere on the line; listed by the option of `_options`
-    logging.basicConfig(
-        level=logging.DEBUG if debug else logging.INFO,
-        format="%(message)s",
-        handlers=[RichHandler(console=people, show_path=False, rich_tracebacks=False)],
-    )
-    logging.getLogger().setLevel(logging.WARNING)
-    logging.getLogger("ms_varlen").setLevel(logging.DEBUG if debug else logging.INFO)
-    try:
-        app(args=[a for a in arguments if a != "--debug"], prog_name="ckpt-tools")
-    except SystemExit as end:
-        return int(end.code or 0)
-    except (VarlenError, OSError) as error:
-        if debug:
-            raise
-        people.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        return 1
-    return 0
-
-
-def _interrupt(*_: object) -> None:
-    """End as Ctrl-C does, with status 130: half-made folders are removed."""
-    raise KeyboardInterrupt
-
-
-@app.callback()
-def _options(
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Log more, and show tracebacks; anywhere on the line.")
-    ] = False,
-) -> None:
-    pass
+    return run_app(app, "ckpt-tools", argv)
 
 
 @app.command("inspect")
@@ -102,6 +65,8 @@ def inspect_command(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A file or folder that some framework wrote.")],
     config: Config = None,
     strategy: Strategy = None,
+    qkv: QkvRows = None,
+    mlp: MlpRows = None,
     as_json: Json = False,
 ) -> None:
     """Show what a checkpoint is, what it holds, and what is missing or altered; exit status 1 when something is."""
@@ -109,7 +74,7 @@ def inspect_command(
     from ckpt_tools.inspection import inspect
 
     with _bar("checking") as tell:
-        result = inspect(path, ReadingHints(config=config, strategy=strategy), tell)
+        result = inspect(path, ReadingHints(config, qkv, mlp, strategy), tell)
     if as_json:
         print(json.dumps(result, allow_nan=False))
     else:
@@ -192,7 +157,7 @@ def import_hf_command(source: Source, destination: Destination, as_json: Json = 
     from ckpt_tools.imports import import_weights
 
     with _bar("writing") as tell:
-        result = import_weights(open_weights(source), destination, source, tell)
+        result = import_weights(open_weights(source), destination, tell)
     _show("imported", result, as_json)
 
 
@@ -264,7 +229,7 @@ def import_mindformers_command(
 
     with _bar("writing") as tell:
         weights = open_mindformers(source, config, qkv, mlp, strategy)
-        result = import_weights(weights, destination, source, tell)
+        result = import_weights(weights, destination, tell)
     _show("imported", result, as_json)
 
 

@@ -8,6 +8,7 @@ the recipe), which is checked.
 
 import hashlib
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ from typing import Any
 import yaml
 
 from ckpt_tools.new_folder import new_folder
-from ckpt_tools.ours import IMPORTED, StepFolder, open_step, write_step
+from ckpt_tools.ours import IMPORTED, StepFolder, open_step, tree_of, write_step
+from ckpt_tools.tensors import running_total
 from ms_varlen.checkpoint.run_dir import METRICS_FILE, RECIPE_FILE, cut_metrics, run_folders
 from ms_varlen.checkpoint.same_data import DATA_FINGERPRINT
-from ms_varlen.errors import CheckpointError
+from ms_varlen.errors import CheckpointError, RecipeError
 from ms_varlen.train.recipe import Recipe, load_recipe
 from ms_varlen.train.variants import variant
 
@@ -51,32 +53,11 @@ def convert(
         )
     target = _target_recipe(step, mode, recipe)
     _check_model(step, target)
-    done = 0
-
-    def tell(size: int) -> None:
-        nonlocal done
-        done += size
-        progress(done, step.nbytes)
-
-    run_folder = step.path.parent if (step.path.parent / RECIPE_FILE).exists() else step.path
-    values = target.resolved()
-    # Training goes on in the new folder, or beside it, and never in the source's runs.
-    values["checkpoint"] |= {"resume": "auto", "output_dir": str(destination.parent)}
-    with new_folder(destination, run_folder, step.nbytes) as folder:
-        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-        (folder / RECIPE_FILE).write_text(text, encoding="utf-8")
-        metrics = step.path.parent / METRICS_FILE
-        if metrics.exists():
-            (folder / METRICS_FILE).write_bytes(metrics.read_bytes())
-            cut_metrics(folder / METRICS_FILE, step.manifest["step"])
-        written = write_step(
-            folder,
-            step.manifest["step"],
-            step.model,
-            step.optimizer,
-            *_place(step, target),
-            tell,
-        ).name
+    with new_folder(destination, tree_of(step, source), step.nbytes) as folder:
+        _write_run_files(folder, step, target, destination.parent)
+        state, manifest = _place(step, target)
+        tell = running_total(progress, step.nbytes)
+        written = write_step(folder, step.manifest["step"], step.model, step.optimizer, state, manifest, tell).name
     return {
         "source": str(step.path),
         "source_mode": step.manifest["mode"],
@@ -86,8 +67,23 @@ def convert(
         "parameters": len(step.model),
         "bytes": step.nbytes,
         "goes_on_in": _continuation(destination, mode),
-        "train_with": f"ms-varlen train {destination / RECIPE_FILE} checkpoint.resume={destination / written}",
+        "train_with": shlex.join(
+            ["ms-varlen", "train", str(destination / RECIPE_FILE), f"checkpoint.resume={destination / written}"]
+        ),
     }
+
+
+def _write_run_files(folder: Path, step: StepFolder, target: Recipe, output_dir: Path) -> None:
+    """The recipe, and the metrics up to the checkpoint's step where there are any."""
+    values = target.resolved()
+    # Training goes on in the new folder, or beside it, and never in the source's runs.
+    values["checkpoint"] |= {"resume": "auto", "output_dir": str(output_dir)}
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    (folder / RECIPE_FILE).write_text(text, encoding="utf-8")
+    metrics = step.path.parent / METRICS_FILE
+    if metrics.exists():
+        (folder / METRICS_FILE).write_bytes(metrics.read_bytes())
+        cut_metrics(folder / METRICS_FILE, step.manifest["step"])
 
 
 def _continuation(destination: Path, mode: str) -> str:
@@ -107,7 +103,12 @@ def _target_recipe(step: StepFolder, mode: str, path: Path | None) -> Recipe:
     beside = step.path.parent / RECIPE_FILE
     if not beside.exists():
         raise CheckpointError(f"{beside} must be there to make a {mode} recipe from; give one with --recipe")
-    recipe = load_recipe(beside)
+    try:
+        recipe = load_recipe(beside)
+    except RecipeError as error:
+        # The source is only read, so its recipe is not to be corrected where it lies.
+        where = f"{beside}, of which a {mode} recipe is made unless --recipe gives one"
+        raise RecipeError(error.faults, where, error.code) from error
     if recipe.mode == mode:
         raise CheckpointError(
             f"{step.path} is a {mode} checkpoint already; resume it as it is, or give the mode it is to become"
@@ -151,7 +152,7 @@ def _check_model(step: StepFolder, target: Recipe) -> None:
         key = changed[0]
         raise CheckpointError(
             f"model.config.{key} must be {before[key]} as in {step.path}, the recipe has {after[key]} "
-            f"({len(changed)} keys differ); give a recipe of the checkpoint's own model"
+            f"(keys that differ: {', '.join(changed)}); give a recipe of the checkpoint's own model"
         )
 
 

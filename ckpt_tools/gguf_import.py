@@ -7,15 +7,15 @@ neighbours; they are put back. The tokenizer is exact for the byte-level BPEs in
 The folder appears whole or not at all. Imports no MindSpore.
 """
 
+import importlib
 import json
 import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from gguf import GGUFReader, ReaderTensor, dequantize
 from pydantic import ValidationError
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
@@ -24,6 +24,9 @@ from ckpt_tools.tensors import StoredTensor
 from ckpt_tools.weights import Weights, checked
 from ms_varlen.errors import CheckpointError
 from ms_varlen.models.config import DecoderConfig
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader, ReaderTensor
 
 MAGIC = b"GGUF"
 """First bytes of every such file."""
@@ -101,7 +104,18 @@ def stored_types(file: Path) -> dict[str, tuple[str, int]]:
     return {_name(file, t.name): (t.tensor_type.name, int(t.n_bytes)) for t in _reader(file).tensors}
 
 
-def _reader(file: Path) -> GGUFReader:
+def _gguf() -> Any:
+    """The gguf package, which is an extra."""
+    try:
+        return importlib.import_module("gguf")
+    except ModuleNotFoundError as error:
+        raise CheckpointError(
+            "a GGUF file must be read by the package gguf (0.10 or later), found none; install it with "
+            "pip install 'ms_varlen[gguf]' or pip install gguf"
+        ) from error
+
+
+def _reader(file: Path) -> "GGUFReader":
     if not file.is_file():
         raise CheckpointError(f"{file} must be a GGUF file, found none there; correct the path")
     with file.open("rb") as opened:
@@ -111,8 +125,9 @@ def _reader(file: Path) -> GGUFReader:
             f"{file} must be a GGUF file, which begins with {MAGIC!r}, found {begin!r}; `ckpt-tools inspect {file}` "
             "says what it is"
         )
+    package = _gguf()
     try:
-        return GGUFReader(file)
+        return package.GGUFReader(file)
     except (OSError, ValueError, LookupError, TypeError, OverflowError, MemoryError) as error:
         # The reader checks little: sizes out of a damaged header lead it anywhere.
         raise CheckpointError(
@@ -120,7 +135,7 @@ def _reader(file: Path) -> GGUFReader:
         ) from error
 
 
-def _fields(reader: GGUFReader) -> dict[str, Any]:
+def _fields(reader: "GGUFReader") -> dict[str, Any]:
     return {name: field.contents() for name, field in reader.fields.items()}
 
 
@@ -140,7 +155,7 @@ def _required(file: Path, fields: dict[str, Any], name: str) -> Any:
     return fields[key]
 
 
-def _config(file: Path, fields: dict[str, Any], tensors: dict[str, ReaderTensor]) -> DecoderConfig:
+def _config(file: Path, fields: dict[str, Any], tensors: dict[str, "ReaderTensor"]) -> DecoderConfig:
     architecture = fields.get("general.architecture")
     if architecture not in _ARCHITECTURES:
         raise CheckpointError(
@@ -186,9 +201,9 @@ def _shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _values(tensor: ReaderTensor, name: str, config: DecoderConfig) -> np.ndarray:
+def _values(tensor: "ReaderTensor", name: str, config: DecoderConfig) -> np.ndarray:
     """A tensor's numbers under its Hugging Face name, fp32 (host)."""
-    values = np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32)
+    values = np.asarray(_gguf().dequantize(tensor.data, tensor.tensor_type), np.float32)
     heads = {".q_proj.": config.num_attention_heads, ".k_proj.": config.num_key_value_heads}
     for part, count in heads.items():
         if part in name and config.architecture == "llama":
@@ -197,7 +212,7 @@ def _values(tensor: ReaderTensor, name: str, config: DecoderConfig) -> np.ndarra
     return values
 
 
-def _stored(file: Path, name: str, tensor: ReaderTensor, config: DecoderConfig) -> StoredTensor:
+def _stored(file: Path, name: str, tensor: "ReaderTensor", config: DecoderConfig) -> StoredTensor:
     shape = tuple(int(size) for size in tensor.shape[::-1])
     return StoredTensor(name, "F32", shape, str(file), lambda: iter([_values(tensor, name, config).reshape(-1)]))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckpt_tools.imports import carried_files
 from ckpt_tools.new_folder import new_folder
-from ckpt_tools.tensors import StoredTensor, cast, write_safetensors
+from ckpt_tools.tensors import StoredTensor, cast, running_total, write_safetensors
 from ckpt_tools.weights import Weights
 from ms_varlen.errors import CheckpointError
 from ms_varlen.models.hugging_face import CONFIG_FILE, hugging_face_config
@@ -57,15 +57,9 @@ def export_hugging_face(
     tensors = {name: cast(tensor, dtype) for name, tensor in weights.model.items()}
     shards = _shards(tensors, max_shard_size)
     total = sum(tensor.nbytes for tensor in tensors.values())
-    done = 0
-
-    def tell(size: int) -> None:
-        nonlocal done
-        done += size
-        progress(done, total)
-
+    tell = running_total(progress, total)
     carried = _files_to_carry(tokenizer or weights.carried)
-    with new_folder(destination, weights.path, total) as folder:
+    with new_folder(destination, weights.tree or weights.path, total) as folder:
         for file in carried:
             shutil.copyfile(file, folder / file.name)
         # What the model came with stays where we have nothing to say about it: its special tokens, for example.

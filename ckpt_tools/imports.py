@@ -12,6 +12,7 @@ from typing import Any
 
 from ckpt_tools.new_folder import new_folder
 from ckpt_tools.ours import CARRIED_FOLDER, IMPORTED, write_step
+from ckpt_tools.tensors import running_total
 from ckpt_tools.weights import Weights
 from ms_varlen.models.hugging_face import CONFIG_FILE
 
@@ -35,15 +36,12 @@ def carried_files(folder: Path) -> list[Path]:
     return sorted(found)
 
 
-def import_weights(
-    weights: Weights, destination: Path, read_from: Path, progress: Callable[[int, int], None]
-) -> dict[str, Any]:
+def import_weights(weights: Weights, destination: Path, progress: Callable[[int, int], None]) -> dict[str, Any]:
     """Write a folder with one checkpoint of ours, of mode "imported".
 
     Args:
         weights: what to write; fp32 on the way, which is exact for bf16 and fp16.
         destination: the folder to make; the checkpoint is `step_NNNNNNNN` in it.
-        read_from: the source, which nothing is written into.
         progress: told bytes written and bytes in all.
     Returns:
         what was written, for people and `--json`.
@@ -57,14 +55,8 @@ def import_weights(
         "seq_length": weights.config.max_position_embeddings,
         "imported_from": {"kind": weights.kind, "dtype": weights.dtype, "buffers_left_out": weights.buffers},
     }
-    done = 0
-
-    def tell(size: int) -> None:
-        nonlocal done
-        done += size
-        progress(done, total)
-
-    with new_folder(destination, read_from, total) as folder:
+    tell = running_total(progress, total)
+    with new_folder(destination, weights.tree or weights.path, total) as folder:
         state = json.dumps({"step": weights.step}).encode()
         step = write_step(folder, weights.step, weights.model, weights.optimizer, state, manifest, tell)
         if weights.carried is not None:

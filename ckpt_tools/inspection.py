@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.anything import ReadingHints, kind_of
-from ckpt_tools.mindformers import GLOBAL_STEP, parts_of
+from ckpt_tools.gguf_import import open_gguf, stored_types
+from ckpt_tools.mindformers import GLOBAL_STEP, config_beside, no_names_of_mindformers, parts_of, weights_of
 from ckpt_tools.mindformers_names import is_fused, model_class_of
 from ckpt_tools.ours import IMPORTED, StepFolder, newest_step, open_step, verified_manifest
 from ckpt_tools.shards import merged_tensors
 from ckpt_tools.tensors import StoredTensor
-from ckpt_tools.weights import hugging_face_tensors, open_hugging_face
+from ckpt_tools.weights import EMBEDDING, hugging_face_tensors, open_hugging_face
 from ms_varlen.checkpoint.store import MODEL_FILE, CorruptCheckpointError
 from ms_varlen.errors import VarlenError
 from ms_varlen.models.hugging_face import load_config
@@ -99,12 +100,15 @@ def _mindformers(
         found["kind"] = "mindformers_legacy" if model_class == "llama" else "mindformers_mcore"
     if GLOBAL_STEP in counters:
         found["step"] = int(counters[GLOBAL_STEP].read().reshape(-1)[0])
-    return ()
+    config = hints.config or config_beside(path)
+    if model_class is not None and config is not None:
+        decoder = weights_of(tensors, path, where, config, hints.qkv, hints.mlp).config
+        found["model"] = decoder.model_dump(mode="json")
+    if not tensors or (EMBEDDING in tensors and found["kind"] == "mindformers"):
+        yield no_names_of_mindformers(tensors, where)
 
 
 def _gguf(path: Path, _: ReadingHints, found: dict[str, Any], progress: Callable[[int, int], None]) -> Iterable[str]:
-    from ckpt_tools.gguf_import import open_gguf, stored_types  # the gguf package is an extra
-
     weights, types = open_gguf(path), stored_types(path)
     found |= _table(weights.model, {})
     found["model"] = weights.config.model_dump(mode="json")

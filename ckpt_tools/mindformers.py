@@ -29,10 +29,11 @@ from ckpt_tools.mindformers_names import (
 from ckpt_tools.new_folder import new_folder
 from ckpt_tools.parameters import MOMENTS
 from ckpt_tools.shards import merged_tensors
-from ckpt_tools.tensors import StoredTensor, cast, from_array, write_safetensors
-from ckpt_tools.weights import Weights, checked
+from ckpt_tools.tensors import StoredTensor, cast, from_array, running_total, write_safetensors
+from ckpt_tools.weights import EMBEDDING, Weights, checked
 from ms_varlen.checkpoint.store import APPLIED_STEPS
 from ms_varlen.errors import CheckpointError
+from ms_varlen.models.config import DecoderConfig
 from ms_varlen.models.hugging_face import CONFIG_FILE, hugging_face_config
 
 MODEL_YAML = "mindformers_model.yaml"
@@ -61,13 +62,34 @@ def open_mindformers(
         CheckpointError: not found, damaged, cut without a strategy, or not what the config says.
     """
     found, where = merged_tensors(path, strategy)
+    return weights_of(found, path, where, config or config_beside(path), qkv, mlp)
+
+
+def weights_of(
+    found: Mapping[str, StoredTensor],
+    path: Path,
+    where: str,
+    config: Path | None,
+    qkv: RowLayout | None = None,
+    mlp: RowLayout | None = None,
+) -> Weights:
+    """The weights among merged tensors.
+
+    Args:
+        found, where: as `merged_tensors` gives them.
+        path, config, qkv, mlp: see `open_mindformers`.
+    Raises:
+        CheckpointError: see there.
+    """
     model_class = model_class_of(found)
     if model_class is None:
+        raise CheckpointError(no_names_of_mindformers(found, where))
+    if config is None:
         raise CheckpointError(
-            f"{where}: must have the parameter names of MindFormers' LlamaForCausalLM (legacy) or Qwen3ForCausalLM "
-            f"(mcore), found {', '.join(sorted(found)[:3])}, ...; other classes are not converted"
+            f"{path}: MindFormers' checkpoints do not say their model; give --config: the YAML of its training, the "
+            "model's config.json, or a recipe"
         )
-    decoder, said = read_config(config or _config_beside(path))
+    decoder, said = read_config(config)
     layout = WeightLayout(
         model_class,
         model_class == "qwen3" or is_fused(found),
@@ -97,15 +119,27 @@ def parts_of(
     return weights, moments, counters
 
 
-def _config_beside(path: Path) -> Path:
+def no_names_of_mindformers(found: Mapping[str, object], where: str) -> str:
+    """The fault of a checkpoint that no class of MindFormers has the names of."""
+    if EMBEDDING in found:
+        return (
+            f"{where}: has the names of Hugging Face, and no {CONFIG_FILE} beside says its model; bring that file along"
+        )
+    if not found:
+        return f"{where}: must hold parameters, found none; bring the whole checkpoint along"
+    return (
+        f"{where}: must have the parameter names of MindFormers' LlamaForCausalLM (legacy) or Qwen3ForCausalLM "
+        f"(mcore), found {', '.join(sorted(found)[:3])}, ...; other classes are not converted"
+    )
+
+
+def config_beside(path: Path) -> Path | None:
+    """The file that says a checkpoint's model: one that `export_mindformers` leaves beside, or a `config.json`."""
     for folder in (path, *list(path.parents)[:2]):
         for name in (MODEL_YAML, CONFIG_FILE):
             if (folder / name).is_file():
                 return folder / name
-    raise CheckpointError(
-        f"{path}: MindFormers' checkpoints do not say their model; give --config: the YAML of its training, the "
-        "model's config.json, or a recipe"
-    )
+    return None
 
 
 def export_mindformers(
@@ -145,27 +179,13 @@ def export_mindformers(
         )
     layout = WeightLayout(model_class, fused or model_class == "qwen3", qkv, mlp)
     files = files or ("legacy" if model_class == "llama" else "new")
-    model = to_mindformers({n: cast(t, "F32") for n, t in weights.model.items()}, weights.config, layout)
-    moments = {name: tensor for name, tensor in weights.optimizer.items() if name != APPLIED_STEPS}
-    optimizer = to_mindformers(moments, weights.config, layout)
-    if optimizer:
-        # AdamW's bias correction counts by it.
-        optimizer[GLOBAL_STEP] = from_array(GLOBAL_STEP, np.array([_applied_steps(weights)], np.int32))
+    model, optimizer = _in_layout(weights, layout)
     total = sum(tensor.nbytes for tensor in (*model.values(), *optimizer.values()))
-    done = 0
-
-    def tell(size: int) -> None:
-        nonlocal done
-        done += size
-        progress(done, total)
-
+    tell = running_total(progress, total)
     write = _write_legacy if files == "legacy" else _write_new
-    with new_folder(destination, weights.path, total) as folder:
+    with new_folder(destination, weights.tree or weights.path, total) as folder:
         written = write(folder, weights.step, model, optimizer, tell)
-        section = {"model": mindformers_section(weights.config, layout, seq_length)}
-        (folder / MODEL_YAML).write_text(yaml.safe_dump(section, sort_keys=False), encoding="utf-8")
-        config = json.dumps(hugging_face_config(weights.config, seq_length), indent=2)
-        (folder / CONFIG_FILE).write_text(config + "\n", encoding="utf-8")
+        _write_configs(folder, weights.config, layout, seq_length)
     return {
         "source": str(weights.path),
         "destination": str(destination),
@@ -182,8 +202,24 @@ def export_mindformers(
     }
 
 
-def _applied_steps(weights: Weights) -> int:
-    return int(weights.optimizer[APPLIED_STEPS].read())
+def _in_layout(weights: Weights, layout: WeightLayout) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
+    """The weights (fp32), and the moments with their counter where there are any, under a class's names."""
+    model = to_mindformers({n: cast(t, "F32") for n, t in weights.model.items()}, weights.config, layout)
+    moments = {name: tensor for name, tensor in weights.optimizer.items() if name != APPLIED_STEPS}
+    optimizer = to_mindformers(moments, weights.config, layout)
+    if optimizer:
+        # AdamW's bias correction counts by it.
+        applied = int(weights.optimizer[APPLIED_STEPS].read())
+        optimizer[GLOBAL_STEP] = from_array(GLOBAL_STEP, np.array([applied], np.int32))
+    return model, optimizer
+
+
+def _write_configs(folder: Path, config: DecoderConfig, layout: WeightLayout, seq_length: int) -> None:
+    """What `config_beside` finds on the way back."""
+    section = {"model": mindformers_section(config, layout, seq_length)}
+    (folder / MODEL_YAML).write_text(yaml.safe_dump(section, sort_keys=False), encoding="utf-8")
+    text = json.dumps(hugging_face_config(config, seq_length), indent=2)
+    (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def _write_legacy(

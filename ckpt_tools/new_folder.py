@@ -34,10 +34,16 @@ def new_folder(destination: Path, source: Path, needed: int) -> Iterator[Path]:
         CheckpointError: `destination` exists, lies in the source, is being written, or the disk is full; nothing is
             left then.
     """
+    destination = without_dots(destination)
     _check_place(destination, source)
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(destination.parent)
     _check_room(destination, needed)
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"{destination.parent} must be a folder that can be made, got {error.strerror}; choose another", "CKPT-DISK"
+        ) from error
+    _remove_leftovers(destination.parent)
     hidden = destination.with_name(f"{HIDDEN}{destination.name}")
     with _locked(hidden, destination):
         try:
@@ -53,10 +59,16 @@ def new_folder(destination: Path, source: Path, needed: int) -> Iterator[Path]:
             raise CheckpointError(
                 f"{destination} could not be written ({error.strerror}): needed {_mb(needed)}, "
                 f"free {_mb(shutil.disk_usage(destination.parent).free)} in {destination.parent}; nothing was left "
-                "there and the source is as it was; make room or choose another disk"
+                "there and the source is as it was; make room or choose another disk",
+                "CKPT-DISK",
             ) from error
         finally:
             shutil.rmtree(hidden, ignore_errors=True)
+
+
+def without_dots(path: Path) -> Path:
+    """The path itself, or resolved where it has a "..", of which the folder before need not exist."""
+    return path.resolve() if ".." in path.parts else path
 
 
 def _check_place(destination: Path, source: Path) -> None:
@@ -67,11 +79,13 @@ def _check_place(destination: Path, source: Path) -> None:
 
 
 def _check_room(destination: Path, needed: int) -> None:
-    free = shutil.disk_usage(destination.parent).free
+    there = next(folder for folder in destination.absolute().parents if folder.is_dir())
+    free = shutil.disk_usage(there).free
     if free < needed + SPARE_BYTES:
         raise CheckpointError(
-            f"{destination} needs {_mb(needed + SPARE_BYTES)}, free are {_mb(free)} in {destination.parent}; "
-            "make room or choose another disk"
+            f"{destination} needs {_mb(needed + SPARE_BYTES)}, free are {_mb(free)} in {there}; "
+            "make room or choose another disk",
+            "CKPT-DISK",
         )
 
 
@@ -104,13 +118,20 @@ def _lock(hidden: Path) -> int | None:
 @contextlib.contextmanager
 def _locked(hidden: Path, destination: Path) -> Iterator[None]:
     """The empty hidden folder, locked."""
-    hidden.mkdir(exist_ok=True)
+    try:
+        hidden.mkdir(exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"{hidden.parent} must be a folder that can be written, got {error.strerror}; choose another", "CKPT-DISK"
+        ) from error
     descriptor = _lock(hidden)
     # Another command may have removed it as a leftover between the two lines above.
     if descriptor is None or not hidden.exists() or not os.path.samestat(os.fstat(descriptor), hidden.stat()):
         if descriptor is not None:
             os.close(descriptor)
-        raise CheckpointError(f"{destination} is being written by another process; wait for it or choose another name")
+        raise CheckpointError(
+            f"{destination} is being written by another process; wait for it or choose another name", "CKPT-LOCKED"
+        )
     try:
         for leftover in hidden.iterdir():
             if leftover.is_dir():

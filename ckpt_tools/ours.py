@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from ckpt_tools.parameters import check_parameters, moment_shapes
 from ckpt_tools.tensors import NUMPY_TYPES, StoredTensor, cast, from_array, read_safetensors, write_safetensors
+from ms_varlen.checkpoint.run_dir import RECIPE_FILE
 from ms_varlen.checkpoint.store import (
     APPLIED_STEPS,
     MANIFEST_FILE,
@@ -97,6 +98,12 @@ def newest_step(path: Path) -> Path:
     return steps[-1]
 
 
+def tree_of(step: StepFolder, named: Path) -> Path:
+    """The folder that nothing is written into: the step's, or its run's when that was named or has a recipe."""
+    run_folder = step.path.parent
+    return run_folder if (run_folder / RECIPE_FILE).exists() or named.resolve() == run_folder.resolve() else step.path
+
+
 def verified_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a step folder.
 
@@ -155,11 +162,7 @@ def open_step(path: Path, check: bool = True) -> StepFolder:
 
 
 def _read_file(path: Path, sums: Mapping[str, str]) -> dict[str, StoredTensor]:
-    try:
-        tensors = read_safetensors(path)[0]
-    except CheckpointError as error:
-        raise CorruptCheckpointError(str(error)) from error
-    return {name: _self_checking(tensor, sums.get(name)) for name, tensor in tensors.items()}
+    return {name: _self_checking(tensor, sums.get(name)) for name, tensor in read_safetensors(path).items()}
 
 
 def _self_checking(tensor: StoredTensor, sha256: str | None) -> StoredTensor:

@@ -7,12 +7,12 @@ together here, one tensor at a time. A `.ckpt` file is loaded whole, which is al
 
 import atexit
 import json
+import math
 import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -45,25 +45,37 @@ def merged_tensors(path: Path, strategy: Path | None) -> tuple[Tensors, str]:
         strategy = strategy or (path / "strategy" if any(path.glob("strategy/*")) else None)
         path = path / "checkpoint"
     if (path / TRACKER).exists():
-        iteration = (path / TRACKER).read_text(encoding="utf-8").strip()
-        return _iteration(path / f"iteration_{int(iteration):08d}"), str(path)
+        return _iteration(path / _newest_iteration(path / TRACKER)), str(path)
     if path.resolve().name.startswith("iteration_"):  # also through a link, or as "."
         return _iteration(path), str(path)
-    ranks = sorted(_rank_folders(path).items())
+    ranks = {rank: _newest_file(folder) for rank, folder in sorted(_rank_folders(path).items())}
     if not ranks:
         file = _newest_file(path)
         return read_file(file), str(file)
-    files = [_newest_file(folder) for _, folder in ranks]
+    files = list(ranks.values())
     if len(files) == 1:
         return read_file(files[0]), str(files[0])
+    _check_steps(files)
     if strategy is None:
         return _equal_ranks(files), str(path)
+    if list(ranks) != list(range(len(ranks))):
+        missing = min(set(range(max(ranks))) - set(ranks))
+        raise CheckpointError(f"{path} must hold the folders of all ranks, found no rank_{missing}; bring them along")
     return _merged_by_mindspore(files, strategy), str(path)
 
 
 def _rank_folders(path: Path) -> dict[int, Path]:
     found = [(_RANK.fullmatch(child.name), child) for child in path.iterdir()] if path.is_dir() else []
     return {int(match[1]): child for match, child in found if match and child.is_dir()}
+
+
+def _newest_iteration(tracker: Path) -> str:
+    content = tracker.read_bytes().strip()
+    if not content.isdigit():
+        raise CheckpointError(
+            f"{tracker} must hold the number of an iteration, found {content[:40]!r}; name the iteration's folder"
+        )
+    return f"iteration_{int(content):08d}"
 
 
 def _newest_file(folder: Path) -> Path:
@@ -78,11 +90,23 @@ def _newest_file(folder: Path) -> Path:
     if not files:
         raise CheckpointError(f"{folder} must hold a checkpoint of MindFormers, found no .safetensors or .ckpt file")
 
-    def place(file: Path) -> tuple[int, ...]:
-        match = _STEP.search(file.name)
-        return (int(match[1]), int(match[2])) if match else (-1, -1)
+    return max(sorted(files), key=_place)
 
-    return max(sorted(files), key=place)
+
+def _place(file: Path) -> tuple[int, int]:
+    """Epoch and step that a file's name says."""
+    match = _STEP.search(file.name)
+    return (int(match[1]), int(match[2])) if match else (-1, -1)
+
+
+def _check_steps(files: list[Path]) -> None:
+    """The newest files of all ranks must be of one step: a kill while they were saved leaves some older."""
+    older, newer = min(files, key=_place), max(files, key=_place)
+    if _place(older) != _place(newer):
+        raise CheckpointError(
+            f"{older} and {newer} must be of one step to belong together; remove the newer ones, which not all ranks "
+            "have, from a copy of the folder, or name one file"
+        )
 
 
 def read_file(path: Path) -> Tensors:
@@ -92,7 +116,7 @@ def read_file(path: Path) -> Tensors:
         CheckpointError: it is damaged, or neither.
     """
     if path.suffix != ".ckpt":
-        return read_safetensors(path)[0]
+        return read_safetensors(path)
     import mindspore as ms
 
     try:
@@ -154,10 +178,10 @@ def _iteration(folder: Path) -> Tensors:
     if not files:
         raise CheckpointError(f"{folder} must hold .safetensors files, found none; name another iteration's folder")
     if metadata.exists():
-        return _chunked(folder, json.loads(metadata.read_bytes()))
+        return _chunked(folder, _chunk_table(metadata))
     found: Tensors = {}
     for file in files:
-        for name, tensor in read_safetensors(file)[0].items():
+        for name, tensor in read_safetensors(file).items():
             if name in found:
                 raise CheckpointError(
                     f"{file}: parameter {name} is in {found[name].where} too, and no {METADATA} says how they belong "
@@ -167,30 +191,54 @@ def _iteration(folder: Path) -> Tensors:
     return found
 
 
-def _chunked(folder: Path, metadata: dict[str, Any]) -> Tensors:
+def _chunk_table(metadata: Path) -> dict[str, tuple[tuple[int, ...], list[tuple[tuple[int, ...], str]]]]:
+    """Parameter -> its whole shape, and the offset and file of each chunk, as a `metadata.json` says."""
+    table = {}
+    try:
+        values = json.loads(metadata.read_bytes())
+        for name, entry in values["state_dict_metadata"].items():
+            offsets = [tuple(map(int, chunk["global_offset"])) for chunk in entry["chunk"]]
+            chunks = [(offset, str(values["storage_data"][str((name, offset))][0]["file_name"])) for offset in offsets]
+            if not chunks:
+                raise KeyError(f"a chunk of {name}")
+            table[name] = (tuple(map(int, entry["global_shape"])), chunks)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise CheckpointError(
+            f"{metadata} must say where each parameter's chunks lie, as MindFormers 1.9 writes it, found {error!r}; "
+            "take another copy"
+        ) from error
+    return table
+
+
+def _chunked(folder: Path, table: dict[str, tuple[tuple[int, ...], list[tuple[tuple[int, ...], str]]]]) -> Tensors:
     files: dict[str, Tensors] = {}
     found = {}
-    for name, entry in metadata["state_dict_metadata"].items():
-        shape, chunks = tuple(entry["global_shape"]), []
-        for chunk in entry["chunk"]:
-            offset = tuple(chunk["global_offset"])
-            file = metadata["storage_data"][str((name, offset))][0]["file_name"]
+    for name, (shape, places) in table.items():
+        chunks = []
+        for offset, file in places:
             if file not in files:
-                files[file] = read_safetensors(folder / file)[0]
+                files[file] = read_safetensors(folder / file)
             if name not in files[file]:
                 raise CheckpointError(f"{folder / file}: parameter {name} is missing, {METADATA} has it there")
             chunks.append((offset, files[file][name]))
-        found[name] = chunks[0][1] if len(chunks) == 1 else _joined(name, shape, chunks)
+        found[name] = _joined(name, shape, chunks)
     return found
 
 
 def _joined(name: str, shape: tuple[int, ...], chunks: list[tuple[tuple[int, ...], StoredTensor]]) -> StoredTensor:
     first = chunks[0][1]
-    covered = sum(int(np.prod(tensor.shape)) for _, tensor in chunks)
-    if covered != int(np.prod(shape)):
+    if len(chunks) == 1 and first.shape == shape:
+        return first
+    covered = sum(math.prod(tensor.shape) for _, tensor in chunks)
+    inside = all(
+        len(offset) == len(tensor.shape) == len(shape)
+        and all(begin >= 0 and begin + n <= most for begin, n, most in zip(offset, tensor.shape, shape, strict=True))
+        for offset, tensor in chunks
+    )
+    if covered != math.prod(shape) or not inside:
         raise CheckpointError(
-            f"{first.where}: parameter {name} must have {int(np.prod(shape))} values, its {len(chunks)} chunks have "
-            f"{covered}; bring all ranks' files along"
+            f"{first.where}: parameter {name} must have shape {list(shape)} as {METADATA} says, its {len(chunks)} "
+            f"chunks have {covered} values{'' if inside else ', some beyond it'}; bring all ranks' files along"
         )
 
     def values() -> np.ndarray:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from ms_varlen.checkpoint.store import CorruptCheckpointError
 from ms_varlen.errors import CheckpointError
 
 PIECE_BYTES = 32 << 20
@@ -131,55 +132,106 @@ def _fp32_to_bf16(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), quiet, rounded)
 
 
-def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """The tensors of a safetensors file and its metadata; only the header is read.
+def read_safetensors(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file; only the header is read.
 
     Raises:
-        CheckpointError: no such file, or one that is cut short or altered; names the first parameter that is not there.
+        CheckpointError: no such file, or one that cannot be read.
+        CorruptCheckpointError: cut short or altered; names the first parameter that is not there. The tensors must lie
+            one after another and fill the file, as the safetensors library has it.
     """
+    header, data_start, size = _header(path)
+    rows = {name: _row(path, name, row) for name, row in header.items() if name != "__metadata__"}
+    end = 0
+    for name, (dtype, shape, offsets) in sorted(rows.items(), key=lambda item: item[1][2]):
+        nbytes = math.prod(shape) * np.dtype(NUMPY_TYPES[dtype]).itemsize
+        if offsets != (end, end + nbytes):
+            raise CorruptCheckpointError(
+                f"{path} is altered: parameter {name}, {dtype} {list(shape)}, must lie in bytes {end} to "
+                f"{end + nbytes} of the data, its header says {offsets[0]} to {offsets[1]}; take another copy"
+            )
+        end += nbytes
+        if data_start + end > size:
+            raise CorruptCheckpointError(
+                f"{path} is cut short: parameter {name} ends at byte {data_start + end}, the file has {size}; "
+                "take another copy"
+            )
+    if data_start + end < size:
+        raise CorruptCheckpointError(
+            f"{path} is altered: its parameters end at byte {data_start + end}, the file has {size}; take another copy"
+        )
+    return {
+        name: StoredTensor(name, dtype, shape, str(path), _reader(path, dtype, shape, data_start + begin))
+        for name, (dtype, shape, (begin, _)) in rows.items()
+    }
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int, int]:
+    """A file's header, where its data starts, and its size, both in bytes."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             start = file.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
-            if length > min(size, LONGEST_HEADER):
-                raise CheckpointError(f"{path} is cut short or no safetensors file: its header is not whole")
+            if len(start) < 8 or length > min(size - 8, LONGEST_HEADER):
+                raise CorruptCheckpointError(
+                    f"{path} is cut short or no safetensors file: its header is not whole; take another copy"
+                )
             header = json.loads(file.read(length))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing; bring the whole checkpoint along") from error
-    except ValueError as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path} is altered: its header is no JSON ({error}); take another copy") from error
+        raise CorruptCheckpointError(f"{path} is missing; bring the whole checkpoint along") from error
+    except OSError as error:  # a folder of that name, or no permission
+        raise CheckpointError(
+            f"{path} must be a file that can be read, got {error.strerror}; bring it again"
+        ) from error
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise CorruptCheckpointError(
+            f"{path} is altered: its header is no JSON ({error}); take another copy"
+        ) from error
     if not isinstance(header, dict):
-        raise CheckpointError(f"{path} is altered: its header must be an object; take another copy")
-    metadata = header.pop("__metadata__", {})
-    return {name: _entry(path, name, row, 8 + length, size) for name, row in header.items()}, metadata
+        raise CorruptCheckpointError(f"{path} is altered: its header must be an object; take another copy")
+    return header, 8 + length, size
 
 
-def _entry(path: Path, name: str, row: Any, data_start: int, size: int) -> StoredTensor:
+def _row(path: Path, name: str, row: Any) -> tuple[str, tuple[int, ...], tuple[int, int]]:
+    """dtype, shape and offsets of a tensor, as the header says them."""
     try:
         dtype, shape, (begin, end) = row["dtype"], tuple(row["shape"]), row["data_offsets"]
-        numpy_type = np.dtype(NUMPY_TYPES[dtype])
-        fits = begin >= 0 and end - begin == math.prod(shape) * numpy_type.itemsize
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: parameter {name} has a header that is not understood: {row}") from error
-    if not fits:
-        raise CheckpointError(f"{path} is altered: parameter {name} is {dtype} {list(shape)} in {end - begin} bytes")
-    if data_start + end > size:
-        raise CheckpointError(
-            f"{path} is cut short: parameter {name} ends at byte {data_start + end}, the file has {size}; "
-            "take another copy"
+        sane = dtype in NUMPY_TYPES and all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+    except (KeyError, TypeError, ValueError):
+        sane = False
+    if not sane:
+        raise CorruptCheckpointError(
+            f"{path}: parameter {name} must have a dtype of {', '.join(NUMPY_TYPES)}, a shape and two offsets, found "
+            f"{json.dumps(row)}; take another copy, or save it in one of these"
         )
+    return dtype, shape, (begin, end)
+
+
+def _reader(path: Path, dtype: str, shape: tuple[int, ...], start: int) -> Callable[[], Iterator[np.ndarray]]:
+    """What reads a tensor that begins at a byte of a file, piece by piece."""
+    numpy_type = np.dtype(NUMPY_TYPES[dtype])
 
     def pieces() -> Iterator[np.ndarray]:
         count, most = math.prod(shape), PIECE_BYTES // numpy_type.itemsize
         with path.open("rb", buffering=0) as file:
-            file.seek(data_start + begin)
+            file.seek(start)
             for first in range(0, count, most):
                 yield np.fromfile(file, numpy_type, min(most, count - first))
 
-    return StoredTensor(name, dtype, shape, str(path), pieces)
+    return pieces
+
+
+def running_total(progress: Callable[[int, int], None], total: int) -> Callable[[int], None]:
+    """What `write_safetensors` tells each piece's bytes to, for a `progress` that is told bytes written and in all."""
+    done = 0
+
+    def tell(size: int) -> None:
+        nonlocal done
+        done += size
+        progress(done, total)
+
+    return tell
 
 
 def write_safetensors(

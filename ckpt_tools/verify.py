@@ -135,9 +135,10 @@ def _check_recipe(a: Weights, b: Weights, recipe: Recipe) -> None:
         expected = config.parameter_shapes()
         for name, tensor in weights.model.items():
             if expected.get(name) != tensor.shape:
+                rule = f"must have shape {list(expected[name])} for" if name in expected else "is not in"
                 raise CheckpointError(
-                    f"{side}, {weights.path}: parameter {name} must have shape {expected.get(name)} for the recipe's "
-                    f"model, found {tensor.describe()}; give the recipe of these checkpoints"
+                    f"{side}, {weights.path}: parameter {name} {rule} the recipe's model, found {tensor.describe()}; "
+                    "give the recipe of these checkpoints"
                 )
 
 

@@ -1,20 +1,19 @@
 """A decoder's weights from anywhere, under their Hugging Face names and checked against its config."""
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
-from ckpt_tools.ours import CARRIED_FOLDER, StepFolder
+from ckpt_tools.ours import CARRIED_FOLDER, StepFolder, tree_of
 from ckpt_tools.parameters import check_parameters, moment_shapes, without_buffers
 from ckpt_tools.tensors import StoredTensor, from_array, read_safetensors
 from ms_varlen.checkpoint.store import APPLIED_STEPS
 from ms_varlen.errors import CheckpointError
 from ms_varlen.models.config import DecoderConfig
 from ms_varlen.models.hugging_face import CONFIG_FILE, load_config
-from ms_varlen.models.weights import INDEX_FILE, SINGLE_FILE
+from ms_varlen.models.weights import INDEX_FILE, SINGLE_FILE, weight_files
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -32,6 +31,7 @@ class Weights:
         step: optimizer steps done; 0 where nobody says.
         buffers: names of tensors that were left out, since they are made anew.
         carried: a folder with a tokenizer's files, or None.
+        tree: the folder that nothing is written into, where it is larger than `path`.
     """
 
     path: Path
@@ -42,6 +42,7 @@ class Weights:
     step: int = 0
     buffers: list[str] = dataclasses.field(default_factory=list)
     carried: Path | None = None
+    tree: Path | None = None
 
     @property
     def nbytes(self) -> int:
@@ -54,8 +55,8 @@ class Weights:
         return max((tensor.dtype for tensor in self.model.values()), key=("BF16", "F16", "F32", "F64").index)
 
 
-def of_step(step: StepFolder) -> Weights:
-    """The weights of one of our checkpoints."""
+def of_step(step: StepFolder, named: Path) -> Weights:
+    """The weights of one of our checkpoints; `named` is the path that it was found by."""
     carried = step.path / CARRIED_FOLDER
     return Weights(
         step.path,
@@ -65,6 +66,7 @@ def of_step(step: StepFolder) -> Weights:
         step.optimizer,
         step.manifest["step"],
         carried=carried if carried.is_dir() else None,
+        tree=tree_of(step, named),
     )
 
 
@@ -123,29 +125,20 @@ def hugging_face_tensors(folder: Path) -> dict[str, StoredTensor]:
     Raises:
         CheckpointError: no such files, or the index and the shards disagree.
     """
-    index = folder / INDEX_FILE
-    if not index.exists():
-        return read_safetensors(folder / SINGLE_FILE)[0]
-    try:
-        places = json.loads(index.read_bytes())["weight_map"]
-        files = sorted(set(places.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{index} must hold an object with a weight_map ({error!r}); take another copy"
-        ) from error
     found: dict[str, StoredTensor] = {}
-    for file in files:
-        tensors, _ = read_safetensors(folder / file)
-        for name in sorted(name for name, place in places.items() if place == file and name not in tensors):
-            raise CheckpointError(
-                f"{folder / file}: parameter {name} is missing, the index {INDEX_FILE} has it there; take another copy"
-            )
+    for file, names in weight_files(folder).items():
+        tensors = read_safetensors(file)
+        for name in sorted(tensors.keys() if names is None else tensors.keys() | set(names)):
+            if name not in tensors:
+                raise CheckpointError(
+                    f"{file}: parameter {name} is missing, the index {INDEX_FILE} has it there; take another copy"
+                )
+            if names is not None and name not in names:
+                raise CheckpointError(
+                    f"{file}: parameter {name} is one too many, the index {INDEX_FILE} does not have it there; take "
+                    "another copy"
+                )
         found |= tensors
-    for name in sorted(found.keys() - places.keys()):
-        raise CheckpointError(
-            f"{found[name].where}: parameter {name} is one too many, the index {INDEX_FILE} has none of that name; "
-            "take another copy"
-        )
     return found
 
 

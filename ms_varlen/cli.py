@@ -9,15 +9,11 @@ logs are for people; with `--json` one object goes to stdout and nothing else.
 
 import itertools
 import json
-import logging
-import os
-import signal
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.logging import RichHandler
 
 from ms_varlen import cli_checks
 from ms_varlen.console import (
@@ -26,15 +22,16 @@ from ms_varlen.console import (
     RecipeArgument,
     StepBar,
     advised_command,
-    people,
+    debug_option,
     print_columns,
     print_refused,
     print_table,
     progress_bars,
     rounded,
+    run_app,
     store_bar,
 )
-from ms_varlen.errors import RecipeError, VarlenError
+from ms_varlen.errors import RecipeError
 from ms_varlen.train.recipe import load_recipe, recipe_schema
 
 HELP = """Train language models on sequences of very different lengths: look, plan, train, align.
@@ -51,40 +48,13 @@ Exit status 0 only when all is well, 1 for a fault that the message explains, 2 
 """
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=HELP)
+app.callback()(debug_option)
 cli_checks.register(app)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; the exit status."""
-    # Read by OpenMP and MindSpore when they are loaded, so before the first import of MindSpore. Spinning threads take
-    # the cores from each other; MindSpore's warnings on loading its own compile cache are not about the user's run.
-    os.environ.setdefault("GOMP_SPINCOUNT", "0")
-    os.environ.setdefault("GLOG_v", "3")
-    # MindSpore takes SIGINT over while graphs run, and turns it into a SIGTERM.
-    signal.signal(signal.SIGTERM, _interrupt)
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in arguments  # anywhere on the line; listed by the option of `_options`
-    logging.basicConfig(
-        level=logging.DEBUG if debug else logging.INFO,
-        format="%(message)s",
-        handlers=[RichHandler(console=people, show_path=False, rich_tracebacks=False)],
-    )
-    logging.getLogger().setLevel(logging.WARNING)
-    logging.getLogger("ms_varlen").setLevel(logging.DEBUG if debug else logging.INFO)
-    try:
-        app(args=[a for a in arguments if a != "--debug"], prog_name="ms-varlen")
-    except SystemExit as end:
-        return int(end.code or 0)
-    except (VarlenError, OSError) as error:
-        if debug:
-            raise
-        people.print(
-            f"error: {_naming_recipe(error, arguments)}", style="red", markup=False, highlight=False, soft_wrap=True
-        )
-        if isinstance(error, VarlenError) and error.code not in (None, "RECIPE"):
-            people.print(f"[{error.code}] ms-varlen doctor --explain {error.code}", markup=False, highlight=False)
-        return 1
-    return 0
+    return run_app(app, "ms-varlen", argv, message=_naming_recipe)
 
 
 def _naming_recipe(error: Exception, arguments: list[str]) -> str:
@@ -94,20 +64,6 @@ def _naming_recipe(error: Exception, arguments: list[str]) -> str:
     if isinstance(error, RecipeError) and text.startswith(nameless) and files:
         return f"{files[0]}: {text.removeprefix(nameless)}"
     return text
-
-
-def _interrupt(*_: object) -> None:
-    """End as Ctrl-C does, with status 130: locks are released, half-made files removed."""
-    raise KeyboardInterrupt
-
-
-@app.callback()
-def _options(
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Log more, and show tracebacks; anywhere on the line.")
-    ] = False,
-) -> None:
-    pass
 
 
 @app.command("train")

@@ -1,8 +1,11 @@
-"""What the commands share: arguments, progress bars on stderr, tables on stdout."""
+"""What the commands share: running them, arguments, progress bars on stderr, tables on stdout."""
 
 import contextlib
 import logging
+import os
 import shlex
+import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,10 +13,12 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from ms_varlen.checkpoint.run_dir import dotted
+from ms_varlen.errors import VarlenError
 
 people = Console(stderr=True)
 
@@ -22,6 +27,66 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Recipe keys to set, e.g. train.steps=20.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+
+
+def run_app(
+    app: typer.Typer,
+    name: str,
+    argv: list[str] | None,
+    message: Callable[[Exception, list[str]], str] = lambda error, _: str(error),
+) -> int:
+    """Run a command line.
+
+    Args:
+        app: the commands.
+        name: of the program.
+        argv: its arguments; by default the process's.
+        message: what to say about an error, with the arguments at hand.
+    Returns:
+        the exit status: 1 for a fault that the message explains, 2 for a wrong command line.
+    """
+    # Read by OpenMP and MindSpore when they are loaded, so before the first import of MindSpore. Spinning threads take
+    # the cores from each other; MindSpore's warnings on loading its own compile cache are not about the user's run.
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    os.environ.setdefault("GLOG_v", "3")
+    # MindSpore takes SIGINT over while graphs run, and turns it into a SIGTERM.
+    signal.signal(signal.SIGTERM, _interrupt)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments  # anywhere on the line; listed by `debug_option`
+    logging.basicConfig(
+        level=logging.DEBUG if debug else logging.INFO,
+        format="%(message)s",
+        handlers=[RichHandler(console=people, show_path=False, rich_tracebacks=False)],
+    )
+    logging.getLogger().setLevel(logging.WARNING)
+    logging.getLogger("ms_varlen").setLevel(logging.DEBUG if debug else logging.INFO)
+    try:
+        app(args=[a for a in arguments if a != "--debug"], prog_name=name)
+    except SystemExit as end:
+        return int(end.code or 0)
+    except (VarlenError, OSError) as error:
+        if debug:
+            raise
+        text = f"error: {message(error, arguments)}"
+        people.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+        code = error.code if isinstance(error, VarlenError) else None
+        if code not in (None, "RECIPE"):  # whose entry says no more than the message does
+            people.print(f"[{code}] ms-varlen doctor --explain {code}", markup=False, highlight=False)
+        return 1
+    return 0
+
+
+def debug_option(
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Log more, and show tracebacks; anywhere on the line.")
+    ] = False,
+) -> None:
+    """The callback of a program's commands: lists `--debug`, which `run_app` looks for."""
+
+
+def _interrupt(*_: object) -> None:
+    """End as Ctrl-C does, with status 130: locks are released, half-made files and folders removed."""
+    raise KeyboardInterrupt
 
 
 @contextlib.contextmanager

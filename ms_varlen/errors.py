@@ -53,8 +53,6 @@ class DataError(VarlenError):
 class CheckpointError(VarlenError):
     """A checkpoint that cannot be read, or that belongs to another run."""
 
-    default_code = "CKPT-RECIPE"
-
 
 class RanksError(VarlenError):
     """Ranks of one run that do not agree, or of which one is gone."""

@@ -88,12 +88,14 @@ def measured(name: str, size: float, *arguments: str) -> dict[str, float | str]:
     seconds = time.perf_counter() - begin
     if status:
         raise SystemExit(f"{' '.join(arguments)} ended with status {status}")
-    return {
+    found: dict[str, float | str] = {
         "command": name,
         "seconds": round(seconds, 1),
         "mb_per_second": round(size / seconds / 1e6),
         "peak_memory_mb": round(usage.ru_maxrss / 1e3),
     }
+    print(found, file=sys.stderr, flush=True)  # the next one may take minutes
+    return found
 
 
 def main() -> None:

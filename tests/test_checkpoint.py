@@ -430,6 +430,20 @@ def test_never_begins_in_a_numbered_folder_and_auto_goes_on_there(tmp_path):
     assert_loads_bit_equal(tmp_path / "varlen" / "step_00000020", 20)
 
 
+def test_link_of_any_name_is_the_checkpoint_that_it_means(tmp_path):
+    folder = trained(tmp_path / "out")
+    (tmp_path / "best").symlink_to(folder / "step_00000010")
+    (tmp_path / "newest").symlink_to(folder / "step_00000020")
+    (tmp_path / "run").symlink_to(folder)
+    assert load_checkpoint(tmp_path / "best", "varlen").step == 10
+    for newest in (tmp_path / "newest", tmp_path / "run" / "step_00000020"):
+        with open_run(config(tmp_path / "out", newest), "varlen", RECIPE) as run:
+            assert (run.folder, run.checkpoint.step) == (folder, 20)
+    with open_run(config(tmp_path / "out", tmp_path / "best"), "varlen", RECIPE) as run:
+        assert (run.folder, run.checkpoint.step) == (tmp_path / "out" / "varlen-2", 10)
+        assert names(run.folder)[-1] == "step_00000010"
+
+
 def test_modes_have_runs_of_their_own(tmp_path):
     trained(tmp_path)
     with open_run(config(tmp_path), "padded", RECIPE) as run:

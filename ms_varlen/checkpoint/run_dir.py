@@ -157,15 +157,16 @@ def open_run(
     with _opening(config.output_dir):
         runs = run_folders(config.output_dir, mode)
         if isinstance(config.resume, Path):
+            step = config.resume.resolve()  # a link may have any name
             try:
-                manifest = read_manifest(config.resume)
+                manifest = read_manifest(step)
             except CorruptCheckpointError as error:
-                raise _with_way_out(config.resume, error) from error
-            check_mode(config.resume, manifest, mode)
-            home = config.resume.resolve().parent
-            if home in [folder.resolve() for folder in runs] and list_checkpoints(home)[-1].name == config.resume.name:
+                raise _with_way_out(step, error) from error
+            check_mode(step, manifest, mode)
+            home = step.parent
+            if home in [folder.resolve() for folder in runs] and list_checkpoints(home)[-1].name == step.name:
                 return _go_on(home, mode, recipe, expected)
-            checkpoint, replanned = _load(config.resume.resolve(), mode, recipe, expected)
+            checkpoint, replanned = _load(step, mode, recipe, expected)
             return _begin(_next_folder(config.output_dir, mode, runs), recipe, checkpoint, replanned)
         if config.resume == "auto" and runs:
             return _go_on(runs[-1], mode, recipe, expected)
@@ -350,7 +351,8 @@ def _load(path: Path, mode: str, recipe: dict[str, Any], expected: Expected) -> 
     if recipe["train"]["steps"] < step_of(path):
         raise CheckpointError(
             f"train.steps must be >= {step_of(path)}, the step of {path}, got {recipe['train']['steps']}; "
-            "raise it, or begin anew with checkpoint.resume=never"
+            "raise it, or begin anew with checkpoint.resume=never",
+            "CKPT-RECIPE",
         )
     shapes, data_fingerprint = expected
     try:
@@ -373,7 +375,8 @@ def _check_recipe(path: Path, recipe: dict[str, Any]) -> list[str]:
     if not path.exists():
         raise CheckpointError(
             f"{path} must be beside the checkpoints, found none: nothing tells whether the recipe changed; "
-            "bring the whole run folder along, or begin anew with checkpoint.resume=never"
+            "bring the whole run folder along, or begin anew with checkpoint.resume=never",
+            "CKPT-RECIPE",
         )
     try:
         saved = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -382,13 +385,15 @@ def _check_recipe(path: Path, recipe: dict[str, Any]) -> list[str]:
     if not isinstance(saved, dict):
         raise CheckpointError(
             f"{path} must hold the run's recipe, found {saved!r}: nothing tells whether the recipe changed; bring the "
-            "file back, or begin anew with checkpoint.resume=never"
+            "file back, or begin anew with checkpoint.resume=never",
+            "CKPT-RECIPE",
         )
     refused, replanned = changed_keys(saved, recipe)
     if refused:
         raise CheckpointError(
             f"the recipe must be that of {path} to go on, but {'; '.join(refused)}; "
-            "set back what changed, or begin anew with checkpoint.resume=never"
+            "set back what changed, or begin anew with checkpoint.resume=never",
+            "CKPT-RECIPE",
         )
     return replanned
 

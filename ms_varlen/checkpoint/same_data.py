@@ -37,5 +37,6 @@ def check_data(path: Path, written: Mapping[str, Any], fingerprint: str, advice:
     raise CheckpointError(
         f"data.source and data.tokenizer must give the samples of {path} ({was}), got token store "
         f"{fingerprint[:SHOWN]}: texts, loss masks or the tokenizer changed, so its place in the epoch means other "
-        f"samples; bring the data back as it was, or {advice}"
+        f"samples; bring the data back as it was, or {advice}",
+        "CKPT-RECIPE",
     )

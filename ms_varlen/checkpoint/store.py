@@ -21,6 +21,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -71,12 +72,12 @@ def step_name(step: int) -> str:
 
 
 def step_of(path: Path) -> int:
-    """The step that a checkpoint's folder name says.
+    """The step that a checkpoint's folder name says, or the name of what a link to one means.
 
     Raises:
         CheckpointError: the name is not of the form ``step_00000100``.
     """
-    match = _STEP_NAME.fullmatch(path.name)
+    match = _STEP_NAME.fullmatch(path.name) or _STEP_NAME.fullmatch(path.resolve().name)
     if match is None:
         raise CheckpointError(f"{path} must be a checkpoint's folder, named like step_00000100; name one of these")
     return int(match[1])
@@ -249,8 +250,8 @@ def check_mode(path: Path, manifest: Mapping[str, Any], expected_mode: str) -> N
     if manifest["mode"] != expected_mode:
         raise CheckpointError(
             f"{path} must be of mode {expected_mode}, which this recipe trains, got {manifest['mode']}; convert it "
-            f"with `ckpt-tools convert --to {expected_mode} {path} NEW_FOLDER`, or resume it with a recipe of "
-            "its own mode",
+            f"with `ckpt-tools convert --to {expected_mode} {shlex.quote(str(path))} NEW_FOLDER`, or "
+            "resume it with a recipe of its own mode",
             "CKPT-MODE",
         )
 
@@ -282,7 +283,8 @@ def _compare(found: Spec, expected: Spec, where: str, who: str, advice: str) -> 
         name = wrong[0]
         raise CheckpointError(
             f"{where}: parameter {name} must be {say(expected.get(name))} for this model, {who} {say(found.get(name))} "
-            f"({_differing(wrong, found, expected)}); {advice}"
+            f"({_differing(wrong, found, expected)}); {advice}",
+            "CKPT-RECIPE",
         )
 
 

@@ -297,7 +297,8 @@ class EpochPlans:
             raise CheckpointError(
                 f"plan.fingerprint must be {self.fingerprint} (this corpus and these batch settings), the checkpoint "
                 f"has {values['fingerprint']}; go on with the corpus and batch settings it was "
-                "written with, or begin anew with checkpoint.resume=never"
+                "written with, or begin anew with checkpoint.resume=never",
+                "CKPT-RECIPE",
             )
         if values["trained_before"] is not None:
             self._begin_remainder(

@@ -110,20 +110,23 @@ class TrainedSet:
         if values["lengths_fingerprint"] != lengths_fingerprint:
             raise CheckpointError(
                 f"plan.trained.lengths_fingerprint must be {lengths_fingerprint} (this corpus), the checkpoint has "
-                f"{values['lengths_fingerprint']}; resume with the corpus it was written with"
+                f"{values['lengths_fingerprint']}; resume with the corpus it was written with",
+                "CKPT-RECIPE",
             )
         try:
             raw = zlib.decompress(base64.b64decode(values["bits"], validate=True))
         except (binascii.Error, zlib.error) as error:
             raise CheckpointError(
-                f"plan.trained.bits must be base64 of zlib, got other bytes ({error}); resume from another checkpoint"
+                f"plan.trained.bits must be base64 of zlib, got other bytes ({error}); resume from another checkpoint",
+                "CKPT-CORRUPT",
             ) from error
         trained = cls(values["samples"], lengths_fingerprint, np.frombuffer(raw, np.uint8))
         # The hash is compared first: only bits that are whole can be counted.
         if trained.fingerprint != values["fingerprint"]:
             raise CheckpointError(
                 f"plan.trained.fingerprint must match its bits ({trained.fingerprint}), the checkpoint has "
-                f"{values['fingerprint']}; the set is damaged, resume from another checkpoint"
+                f"{values['fingerprint']}; the set is damaged, resume from another checkpoint",
+                "CKPT-CORRUPT",
             )
         return trained
 

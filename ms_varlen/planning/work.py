@@ -10,6 +10,9 @@ from ms_varlen.planning.cost import CostModel, DecoderSizes
 WEIGHT_BYTES = 16
 """Of a trained weight: the fp32 master, its gradient, and AdamW's two moments."""
 
+GRADIENT_BYTES = 4
+"""Of a weight's gradient from one micro-batch, fp32 as the weight is."""
+
 LOGIT_ARRAYS = 4
 """Arrays of [T, V] in fp32 that the plain token loss holds at its peak; see `ops.loss`."""
 
@@ -140,11 +143,14 @@ def memory_estimate(
     384 rows of them::
 
         weights     = 16 P
+        gradients   = 4 P, a micro-batch's, before they are added to the step's
+        casts       = bytes * P of fp32 weights that compute in bf16; recomputed, only the output's V H
         activations = bytes * T * layers * (4 H + 2 N D + 2 K D + 3 F)
         logits      = 4 * 4 * T * V
 
-    Gradients of activations and what MindSpore's pool holds besides are not counted: resident memory on a CPU grew with
-    T by 1.4 to 2.2 times the activations (four small decoders, T 2048 and 8192), so this is a lower bound.
+    Gradients of activations and what MindSpore's pool holds besides are not counted. Resident memory on a CPU grew with
+    T by 1.4 to 2.2 times the activations (four small decoders, T 2048 and 8192); at T=64 a step of 101 M weights took
+    20 to 21 bytes a weight beside MindSpore itself. So this is a lower bound of a pool that keeps what it got once.
 
     Args:
         sizes: of the decoder, its `vocab_size` known.
@@ -157,8 +163,11 @@ def memory_estimate(
     heads = 2 * sizes.head_dim * (sizes.num_attention_heads + sizes.num_key_value_heads)
     layer = 4 * sizes.hidden_size + heads + 3 * sizes.intermediate_size
     kept = sizes.num_hidden_layers * (sizes.hidden_size if recompute else layer) + recompute * layer
+    cast = sizes.vocab_size * sizes.hidden_size if recompute else parameters
     parts = {
         "weights": WEIGHT_BYTES * parameters,
+        "gradients": GRADIENT_BYTES * parameters,
+        "casts": value_bytes * cast if value_bytes < GRADIENT_BYTES else 0,
         "activations": value_bytes * tokens * kept,
         "logits": 4 * LOGIT_ARRAYS * tokens * sizes.vocab_size,
     }
