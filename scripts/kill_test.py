@@ -2,7 +2,8 @@
 
 Each time either one worker, or all processes at once, get a SIGKILL, at a random moment or while a checkpoint is being
 written; then the run is started again. In the end its weights, metrics (times apart) and ledger must be those of a run
-that nobody disturbed. Prints one JSON object; exit status 0 when all is equal.
+that nobody disturbed, no process may be left, and the launcher must have told of each kill (status 137). Prints one
+JSON object; exit status 0 when all that holds.
 """
 
 import argparse
@@ -153,10 +154,12 @@ def main() -> int:
             process.kill()
     whole, disturbed = (state_of(folder / name / "varlen") for name in ("whole", "killed"))
     equal = {key: whole[key] == disturbed[key] for key in whole}
-    print(json.dumps({"kills": len(kills), "equal": equal, "left": sum(len(kill["left"]) for kill in kills)}))
-    if all(equal.values()):
+    left, untold = sum(len(kill["left"]) for kill in kills), sum(kill["status"] != 137 for kill in kills)
+    print(json.dumps({"kills": len(kills), "equal": equal, "left": left, "untold": untold}))
+    well = all(equal.values()) and not left and not untold and len(kills) == given.kills
+    if well:
         shutil.rmtree(folder)
-    return 0 if all(equal.values()) else 1
+    return 0 if well else 1
 
 
 if __name__ == "__main__":

@@ -21,4 +21,9 @@ if __name__ == "__main__":
 
     from ms_varlen.cli import main
 
-    sys.exit(main(["train", *sys.argv[1:]]))
+    status = main(["train", *sys.argv[1:]])
+    if "MS_ROLE" in os.environ:
+        # All is saved, and MindSpore takes seconds to leave: a signal must not make a failure of it.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+    sys.exit(status)

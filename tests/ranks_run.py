@@ -3,9 +3,11 @@
 Each rank writes what came of each scenario, a value or an error and its seconds, to `outcomes_<rank>.json`.
 """
 
+import contextlib
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -193,6 +195,45 @@ def nan_on_one_rank(folder, rank):
 
     with mock.patch.object(TrainingGraphs, "accumulate", faulty):
         return train(values(folder, "nan"))
+
+
+@scenario
+def nan_gradient_of_one_rank(folder, rank):
+    """The second micro-batch of rank 1 has an infinite gradient and a finite loss, whenever it is computed."""
+    from mindspore import Tensor, ops
+
+    from ms_varlen.train.graphs import TrainingGraphs
+
+    original, seen = TrainingGraphs.accumulate, []
+
+    def faulty(graphs, columns):
+        if not any(columns is other for other in seen):
+            seen.append(columns)
+        loss = original(graphs, columns)
+        if rank == 1 and any(columns is bad for bad in seen[1:2]):
+            gradient = graphs.accumulate_cell.accumulated[0]
+            ops.assign(gradient, Tensor(np.full(gradient.shape, np.inf, np.float32)))
+        return loss
+
+    with mock.patch.object(TrainingGraphs, "accumulate", faulty):
+        return train(values(folder, "inf", batch={"token_budget": 64, "micro_batches": 2}, train__steps=2))
+
+
+@scenario
+def stopped_before_the_first_step(folder, rank):
+    """Rank 1 gets a SIGTERM as soon as it has joined; then the run is started again."""
+    from ms_varlen.train.ranks import StopRequest
+
+    original = StopRequest.listen
+
+    def asked(stop, ranks):
+        original(stop, ranks)
+        if rank == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+    with mock.patch.object(StopRequest, "listen", asked), contextlib.suppress(KeyboardInterrupt):
+        return train(values(folder, "early"))
+    return train(values(folder, "early", train__steps=1))["summary"]
 
 
 @scenario

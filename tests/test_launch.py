@@ -1,4 +1,5 @@
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -6,12 +7,13 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
 from ms_varlen.errors import VarlenError
-from ms_varlen.train import launch
-from ms_varlen.train.bad_steps import check_bad_steps
+from ms_varlen.train import launch, ranks
+from ms_varlen.train.bad_steps import check_bad_steps, culprits
 from ms_varlen.train.cluster import TRAIN_SCRIPT, Cluster
 from ms_varlen.train.launch import Launch, failed_worker, first_cause, first_error, main
 from ms_varlen.train.ranks import Ranks, StopRequest
@@ -76,28 +78,52 @@ def test_faulty_recipe_is_told_before_anything_is_started(tmp_path, capsys, monk
     assert not list(tmp_path.iterdir())
 
 
-def test_first_signal_asks_and_the_second_interrupts(monkeypatch):
+@pytest.fixture
+def restored_signals():
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_signals_at_one_time_ask_and_a_later_one_interrupts(monkeypatch, restored_signals):
     monkeypatch.setenv("MS_ROLE", "MS_WORKER")
-    stop, before = StopRequest(), signal.getsignal(signal.SIGTERM)
-    with stop.listening(Ranks(1, 2)):
-        signal.raise_signal(signal.SIGTERM)
-        assert stop.asked
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGTERM) == before
+    stop = StopRequest()
+    stop.listen(Ranks(1, 2))
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):  # from the system, the launcher, the terminal
+        signal.raise_signal(number)
+    assert (stop.asked, stop.number) == (True, signal.SIGTERM)
+    monkeypatch.setattr(ranks, "SAME_WISH_SECONDS", 0)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_alone_signals_are_left_as_they_are(monkeypatch):
     monkeypatch.delenv("MS_ROLE", raising=False)
     before = signal.getsignal(signal.SIGTERM)
-    with StopRequest().listening(Ranks()):
-        assert signal.getsignal(signal.SIGTERM) == before
+    StopRequest().listen(Ranks())
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_too_many_bad_steps_stop_the_run():
     check_bad_steps(3, most=3)
     with pytest.raises(VarlenError, match=r"at most 3 \(train.max_bad_steps\), got 4 since .*bad_step_\*\.json"):
         check_bad_steps(4, most=3)
+
+
+def test_those_whose_loss_or_gradient_is_not_finite_are_named():
+    losses, gradients = np.array([[1.0, 2.0], [np.nan, 1.0]]), np.array([[True, True], [True, False]])
+    assert culprits(losses, gradients) == (
+        "rank 1, micro-batch 0 (loss nan, its gradient is finite); "
+        "rank 1, micro-batch 1 (loss 1, its gradient is not finite)"
+    )
+    assert culprits(losses[:1], gradients[:1]) == (
+        "computed again, each micro-batch is finite: their sum is not, or the fault does not repeat"
+    )
+
+
+def test_of_many_that_are_not_finite_some_are_named():
+    assert culprits(np.full((10, 1), np.inf), np.ones((10, 1), bool)).endswith("its gradient is finite) and 2 more")
 
 
 @pytest.mark.parametrize(
@@ -137,6 +163,29 @@ def test_taken_port_is_refused_before_logs_are_touched(tmp_path, monkeypatch, ca
     assert not (tmp_path / "log").exists()
 
 
+@pytest.mark.parametrize(
+    ("node", "address", "message"),
+    [
+        (
+            0,
+            "127.0.0.1",
+            r"got 127.0.0.1, the loopback address of this machine, with NODE_RANK=0; set both on every node",
+        ),
+        (1, "127.0.0.1", r"got 127.0.0.1, the loopback address of this machine, with NODE_RANK=1"),
+        (0, "192.0.2.7", r"got 192.0.2.7, no address of this machine, with NODE_RANK=0"),  # RFC 5737: nobody's
+    ],
+)
+def test_an_address_that_nodes_cannot_meet_at_is_refused(node, address, message):
+    variables = {"LOCAL_WORKER": "1", "NODE_RANK": str(node), "MASTER_ADDR": address}
+    with pytest.raises(VarlenError, match=f"MASTER_ADDR must be node 0's address that all nodes reach, {message}"):
+        Cluster.from_environment(2, variables).check_address()
+
+
+def test_other_nodes_address_is_fine_on_another_node():
+    variables = {"LOCAL_WORKER": "1", "NODE_RANK": "1", "MASTER_ADDR": "192.0.2.7"}
+    Cluster.from_environment(2, variables).check_address()
+
+
 def test_log_dir_of_a_running_launch_is_left_alone(tmp_path):
     cluster = Cluster.from_environment(2, {"LOG_DIR": str(tmp_path)})
     (tmp_path / "worker_5.log").write_text("of an earlier run")
@@ -147,6 +196,18 @@ def test_log_dir_of_a_running_launch_is_left_alone(tmp_path):
             cluster.take_log_dir()
         assert cluster.log_of(0).read_text() == "mine"
     cluster.take_log_dir().close()
+
+
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_log_dir_that_cannot_be_written_is_refused(tmp_path, monkeypatch, capsys, name):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LOG_DIR", str(tmp_path / name))
+    monkeypatch.setattr(Cluster, "check_address", lambda _: None)
+    assert main([str(RECIPE), "2"]) == 1
+    assert re.fullmatch(
+        r"error: LOG_DIR must be a folder that can be written to, got \S+ \(.*\); set another\n",
+        capsys.readouterr().err,
+    )
 
 
 def test_nodes_that_share_a_log_dir_keep_each_others_logs(tmp_path):
@@ -162,12 +223,13 @@ def test_nodes_that_share_a_log_dir_keep_each_others_logs(tmp_path):
         assert nodes[0].scheduler_log.is_file()
 
 
-def test_only_own_workers_of_msruns_log_count():
+def test_failed_worker_is_the_first_of_msruns_log():
     log = (
         "Worker process 7 exit with exception. Error code: 1.\nWorker process 9 exit with exception. Error code: -9.\n"
     )
-    assert failed_worker(log, {9: 1}) == (-9, 1)
-    assert failed_worker(log, {8: 1}) == (0, None)
+    assert failed_worker(log, {7: 0, 9: 1}) == (1, 0)
+    assert failed_worker(log, {9: 1}) == (1, None)  # it ended before anybody saw it
+    assert failed_worker("all is well", {9: 1}) == (0, None)
 
 
 def test_cause_goes_before_its_consequences(tmp_path):
@@ -196,13 +258,13 @@ def test_training_script_leaves_when_msrun_is_gone_already():
     assert "msrun (pid 1) is gone" in done.stderr
 
 
-# Starts a scheduler and a worker as msrun does, and says of a worker that failed what msrun says.
+# Starts a scheduler and a worker as msrun does, and says of a worker that failed what msrun says. As between fork and
+# exec, a worker has not got its environment yet when it is seen first.
 MSRUN = """
 import os, subprocess, sys, time
-def start(role, code):
-    environment = {**os.environ, "MS_ROLE": role, "RANK_ID": "0"}
-    return subprocess.Popen([sys.executable, "-c", code], env=environment)
-scheduler, worker = start("MS_SCHED", SCHEDULER), start("MS_WORKER", WORKER)
+scheduler = subprocess.Popen([sys.executable, "-c", SCHEDULER], env={**os.environ, "MS_ROLE": "MS_SCHED"})
+late = 'sleep 0.4; exec env MS_ROLE=MS_WORKER RANK_ID=0 "$@"'
+worker = subprocess.Popen(["sh", "-c", late, "sh", sys.executable, "-c", WORKER])
 while worker.poll() is None:
     time.sleep(0.05)
 if worker.returncode:
@@ -215,7 +277,7 @@ DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time
 
 
 def launched(tmp_path, monkeypatch, scheduler, worker):
-    script = MSRUN.replace("SCHEDULER)", f"{scheduler!r})").replace("WORKER)", f"{worker!r})")
+    script = MSRUN.replace("SCHEDULER]", f"{scheduler!r}]").replace("WORKER]", f"{worker!r}]")
     monkeypatch.setattr(Cluster, "command", lambda *_: [sys.executable, "-c", script])
     monkeypatch.setattr(launch, "NOTHING_TO_SAVE_SECONDS", 1)
     return Launch(Cluster.from_environment(1, {"LOG_DIR": str(tmp_path)}), [])
@@ -242,6 +304,41 @@ def test_scheduler_that_fails_ends_the_ranks(tmp_path, monkeypatch, capsys):
 def test_ranks_that_left_well_are_no_failure_whatever_the_scheduler_does(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "SCHEDULER_SECONDS", 1)
     assert launched(tmp_path, monkeypatch, WAITING, "import time; time.sleep(1)").wait() == 0
+
+
+def test_a_killed_worker_is_named_though_it_was_met_before_it_had_its_environment(tmp_path, monkeypatch, capsys):
+    launch = launched(tmp_path, monkeypatch, WAITING, "import os, time; time.sleep(1); os.kill(os.getpid(), 9)")
+    assert launch.wait() == 137
+    err = capsys.readouterr().err
+    assert "rank 0 was ended by SIGKILL (the system does so when memory runs out, see dmesg)" in err
+    assert "no log holds" not in err
+
+
+@pytest.mark.parametrize(("status", "asked", "expected"), [(0, True, 0), (3, True, 3), (0, False, 143)])
+def test_when_all_is_ended_at_once_the_ranks_decide(tmp_path, monkeypatch, status, asked, expected):
+    # `scancel` and `docker stop` of a whole container: msrun is gone while ranks still save.
+    saves = f"import signal, sys, time; signal.signal(15, lambda *_: (time.sleep(1), sys.exit({status}))); "
+    launch = launched(tmp_path, monkeypatch, WAITING, saves + "print('rank 0 of 1', flush=True); time.sleep(60)")
+    end = time.monotonic() + 10
+    while not launch._all_seen():
+        launch._look()
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    (tmp_path / "worker_0.log").write_text("rank 0 of 1")
+    time.sleep(0.5)
+    if asked:
+        launch.ask_to_stop(signal.SIGTERM)
+    launch._msrun.terminate()
+    for worker in launch._workers.values():
+        worker.terminate()
+    assert launch.wait() == expected
+
+
+def test_an_unknown_error_is_shown_by_the_last_lines_of_its_log(tmp_path, monkeypatch, capsys):
+    launch = launched(tmp_path, monkeypatch, WAITING, "import time; time.sleep(1); raise SystemExit(2)")
+    (tmp_path / "worker_0.log").write_text("Usage: x\n\nNo such option: --jsn\n[INFO] DISTRIBUTED\n")
+    assert launch.wait() == 2
+    assert capsys.readouterr().err.endswith("last of rank 0:\nUsage: x\nNo such option: --jsn\n")
 
 
 def test_msrun_ends_with_a_killed_launcher(tmp_path):

@@ -56,6 +56,8 @@ def test_recomputing_is_shown_beside_keeping(tmp_path):
     recipe = load_recipe(RECIPES / "quickstart.yaml", ["device.max_memory=4GB", "device.target=CPU"])
     workload = prepare(recipe)
     kept = step_memory(recipe, workload.model_config, workload.shapes)
-    assert kept["total"] == pytest.approx(kept["weights"] + kept["activations"] + kept["logits"], abs=2e-3)
+    assert kept["total"] == pytest.approx(
+        kept["weights"] + kept["gradients"] + kept["casts"] + kept["activations"] + kept["logits"], abs=3e-3
+    )
     assert (kept["limit"], kept["recompute"], kept["tokens"]) == (4, False, 4096)
     assert device_bytes(None) is None

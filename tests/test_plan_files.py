@@ -62,6 +62,18 @@ def test_processes_at_once_make_one_plan(temporary):
     assert made.empty()
 
 
+def test_the_last_rank_to_leave_removes_the_plans(temporary):
+    arrays = np.arange(3), np.array([0, 3])
+    with plans_of_node(999999999) as last:  # of an msrun that was killed, too
+        last("name", lambda: arrays)
+        with plans_of_node(999999999) as first:
+            first("name", lambda: pytest.fail("made twice"))
+        with plans_of_node(os.getpid()):  # another run begins
+            pass
+        last("name", lambda: pytest.fail("made twice"))
+    assert not list(temporary.iterdir())
+
+
 def test_leftovers_of_ended_runs_are_removed(temporary):
     (temporary / f"ms_varlen-plans-{os.getuid()}-999999999").mkdir()
     (temporary / f"ms_varlen-plans-{os.getuid()}-{os.getppid()}").mkdir()

@@ -177,6 +177,22 @@ def test_a_nan_of_one_rank_skips_the_step_on_all_and_is_written_down(folder, two
     assert (record["step"], record["layout"]["mode"]) == (2, "varlen")
 
 
+def test_whose_gradient_was_not_finite_is_found_though_ranks_added_it_up(folder, two):
+    run = folder / "inf" / "varlen"
+    assert [line.get("skipped", False) for line in metrics(run)] == [True, False]
+    batches = json.loads((run / "bad_step_00000001.json").read_text())["micro_batches"]
+    assert [(batch["rank"], batch["micro_batch"]) for batch in batches] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [batch["gradient_finite"] for batch in batches] == [True, True, True, False]
+    assert all(isinstance(batch["loss_sum"], float) for batch in batches)
+
+
+def test_a_run_stopped_before_its_first_step_leaves_nothing_and_begins_anew(folder, two):
+    assert [summary["step"] for summary in value(two, "stopped_before_the_first_step")] == [1, 1]
+    assert [path.name for path in folder.glob("early/varlen*")] == ["varlen"]
+    assert checkpoints(folder / "early" / "varlen") == [1]
+    assert len(metrics(folder / "early" / "varlen")) == 1
+
+
 def test_an_epoch_that_does_not_divide_has_the_same_steps_on_each_rank(folder, two):  # B06
     found = value(two, "ends_unevenly")
     plan = plan_of(

@@ -93,6 +93,23 @@ def test_too_many_bad_steps_end_the_run_saved(tiny, tmp_path):
     ]
 
 
+def test_bad_steps_of_an_earlier_start_do_not_count_again(tiny, tmp_path):
+    run, none = tmp_path / "varlen", "train.max_bad_steps=0"
+    done = tiny.train(tmp_path, none, faults=[{"kind": "nan", "number": 3}])
+    assert (done.returncode, checkpoints(run)) == (1, [2])
+    assert "step 2 is skipped: its loss or gradient is not finite: computed again, each micro-batch is" in " ".join(
+        done.stderr.split()
+    )
+    done = tiny.train(tmp_path, none)
+    assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in metrics(run) if line.get("skipped")] == [2]
+    assert [line["sample_ids_sha256"] for line in metrics(run)] == [
+        line["sample_ids_sha256"] for line in metrics(tiny.run)
+    ]
+    state = json.loads((run / "step_00000012" / "state.json").read_text())
+    assert state["skipped"] == {"steps": 1, "samples": 0, "tokens": 0}  # in all; in this epoch
+
+
 def test_finished_run_asked_for_more_steps_equals_one_run(tiny, tmp_path):
     for steps in (9, 12):
         done = tiny.train(tmp_path, f"train.steps={steps}")

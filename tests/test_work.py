@@ -79,10 +79,17 @@ def test_memory_counts_weights_activations_and_logits():
     layer = 4 * 8 + 2 * 4 * 3 + 2 * 2 * 3 + 3 * 10
     assert memory_estimate(Sizes(), 1000, 20, 4, recompute=False) == {
         "weights": 16_000,
+        "gradients": 4_000,
+        "casts": 0,
         "activations": 4 * 20 * 2 * layer,
         "logits": 4 * 4 * 20 * 50,
-        "total": 16_000 + 160 * layer + 16_000,
+        "total": 16_000 + 4_000 + 160 * layer + 16_000,
     }
+
+
+def test_weights_that_compute_in_bf16_are_cast_and_recomputed_ones_one_after_another():
+    casts = [memory_estimate(Sizes(), 1000, 20, 2, recompute)["casts"] for recompute in (False, True)]
+    assert casts == [2 * 1000, 2 * 50 * 8]
 
 
 def test_recomputing_keeps_the_inputs_of_layers_and_one_whole_layer():

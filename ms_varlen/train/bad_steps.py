@@ -40,8 +40,36 @@ def check_bad_steps(steps: int, most: int) -> None:
         )
 
 
+MOST_NAMED = 8
+"""Micro-batches that a message names."""
+
+
+def culprits(losses: np.ndarray, gradients: np.ndarray) -> str:
+    """Which micro-batches hold a NaN or an infinity, in words.
+
+    Args:
+        losses: [R, M], the summed loss of each rank's micro-batches.
+        gradients: [R, M] bool, whether the gradient of each alone is finite.
+    """
+    found = np.argwhere(~(np.isfinite(losses) & gradients)).tolist()
+    if not found:
+        return "computed again, each micro-batch is finite: their sum is not, or the fault does not repeat"
+    named = [
+        f"rank {rank}, micro-batch {index} (loss {losses[rank, index]:g}, its gradient is "
+        f"{'finite' if gradients[rank, index] else 'not finite'})"
+        for rank, index in found[:MOST_NAMED]
+    ]
+    return "; ".join(named) + (f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else "")
+
+
 def dump_bad_step(
-    folder: Path, place: StepPlace, plan: EpochPlan, workload: Workload, losses: np.ndarray, norm: float | None
+    folder: Path,
+    place: StepPlace,
+    plan: EpochPlan,
+    workload: Workload,
+    losses: np.ndarray,
+    gradients: np.ndarray,
+    norm: float | None,
 ) -> Path:
     """Write down what a skipped step trained on: `bad_step_00000012.json` in the run folder.
 
@@ -50,8 +78,8 @@ def dump_bad_step(
         place: of the step; `step` counts from 1.
         plan: that holds it.
         workload: of the run.
-        losses: [R, M], the summed loss of each rank's micro-batches.
-        norm: of the gradient.
+        losses, gradients: [R, M], as in `culprits`.
+        norm: of the step's gradient.
     """
     lengths = StepLengths.of_plan(workload.plans.lengths, plan, place.state.step, workload.layout)
     first = plan.offsets[place.state.step * plan.settings.per_step]
@@ -65,6 +93,7 @@ def dump_bad_step(
             "seq_lens": lengths.lengths[start:end].tolist(),
             "tokens": int(lengths.tokens[index]),
             "loss_sum": _json_number(float(losses.flat[index])),
+            "gradient_finite": bool(gradients.flat[index]),
         }
         for index, (start, end) in enumerate(spans)
     ]

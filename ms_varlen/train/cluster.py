@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import ipaddress
 import os
 import socket
 import sys
@@ -126,27 +127,29 @@ class Cluster:
             *arguments,
         ]
 
-    def check_port(self) -> None:
-        """Refuse a port that is taken: the scheduler would fail at it while the ranks wait for the scheduler.
+    def check_address(self) -> None:
+        """Refuse an address or a port at which the ranks and the scheduler would wait for each other in vain.
+
+        msrun starts the scheduler where MASTER_ADDR is an address of the machine, whatever NODE_RANK says.
 
         Raises:
-            VarlenError: somebody listens there.
+            VarlenError: the address is not that of node 0, or somebody listens at the port.
         """
-        if self.node_rank > 0:
-            return
         with contextlib.suppress(socket.gaierror):  # MindSpore tells of an address that it cannot find
             family, kind, _, _, address = socket.getaddrinfo(
                 self.master_addr, self.master_port, type=socket.SOCK_STREAM
             )[0]
-            with socket.socket(family, kind) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port just left is free
-                try:
-                    probe.bind(address)
-                except OSError as error:
-                    if error.errno == errno.EADDRINUSE:
-                        raise VarlenError(
-                            f"MASTER_PORT must be free, got {self.master_port} in use; set another"
-                        ) from error
+            here = _bind(family, kind, (address[0], 0, *address[2:])) != errno.EADDRNOTAVAIL
+            if self.local_workers < self.workers:
+                loopback = ipaddress.ip_address(address[0]).is_loopback
+                if loopback or here != (self.node_rank == 0):
+                    owner = "the loopback" if loopback else "an" if here else "no"
+                    raise VarlenError(
+                        f"MASTER_ADDR must be node 0's address that all nodes reach, got {self.master_addr}, {owner} "
+                        f"address of this machine, with NODE_RANK={self.node_rank}; set both on every node"
+                    )
+            if here and _bind(family, kind, address) == errno.EADDRINUSE:
+                raise VarlenError(f"MASTER_PORT must be free, got {self.master_port} in use; set another")
 
     def take_log_dir(self) -> IO[bytes]:
         """Take the folder of the logs for this launch, and remove those of the last one.
@@ -155,8 +158,16 @@ class Cluster:
             the open log of msrun. It is locked for as long as it is open here or in a process that it was handed to;
             its first line holds the process id.
         Raises:
-            VarlenError: another launch has it.
+            VarlenError: another launch has it, or nothing can be written there.
         """
+        try:
+            return self._locked_log()
+        except OSError as error:
+            raise VarlenError(
+                f"LOG_DIR must be a folder that can be written to, got {self.log_dir} ({error}); set another"
+            ) from error
+
+    def _locked_log(self) -> IO[bytes]:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         log = self.msrun_log.open("a+b")
         try:
@@ -178,3 +189,14 @@ class Cluster:
         for path in [*stale, *([] if self.node_rank else [self.scheduler_log])]:
             path.unlink(missing_ok=True)
         return log
+
+
+def _bind(family: socket.AddressFamily, kind: socket.SocketKind, address: tuple) -> int:
+    """The error number of binding a socket to an address, 0 when it can be done."""
+    with socket.socket(family, kind) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port just left is free
+        try:
+            probe.bind(address)
+        except OSError as error:
+            return error.errno or 0
+    return 0

@@ -39,8 +39,8 @@ class TrainConfig(BaseModel):
     max_bad_steps: int = Field(
         default=10,
         ge=0,
-        description="most steps of a run that are skipped because their loss or gradient is not finite; one more "
-        "stops it",
+        description="most steps of one start that are skipped because their loss or gradient is not finite; one more "
+        "stops the run, saved",
     )
 
 

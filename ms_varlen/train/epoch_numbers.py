@@ -11,7 +11,7 @@ import numpy as np
 from ms_varlen.data.layouts import Layout
 from ms_varlen.planning.balance import imbalance
 from ms_varlen.planning.cost import CostModel
-from ms_varlen.planning.epoch_plan import EpochPlan, EpochPlans
+from ms_varlen.planning.epoch_plan import EpochPlan, EpochPlans, PlanSettings
 from ms_varlen.planning.windows import batch_overhead, length_mixing
 
 MOST_SAMPLES = 1_000_000
@@ -71,8 +71,8 @@ class RankBalance:
 
     Attributes:
         after: [steps] float64, as the plan is.
-        floor: [steps] float64, what the costliest part that stays whole (a sample; a micro-batch of rows or packs)
-            leaves possible.
+        floor: [steps] float64, what the costliest part that stays whole (a sample, with the tokens that other ranks
+            have no room for; a micro-batch of rows or packs) leaves possible.
         before: [n] float64, the same before samples were dealt over the ranks, of at most about `MOST_SAMPLES`.
     """
 
@@ -89,7 +89,7 @@ def rank_balance(plans: EpochPlans, layout: Layout, cost: CostModel) -> RankBala
         return RankBalance(*(np.zeros(plan.num_steps) for _ in range(3)))
     flops = micro_batch_flops(layout, cost, lengths, offsets)
     if settings.policy == "token_budget":
-        largest = cost.cost(np.maximum.reduceat(lengths, offsets[: -1 : settings.per_step]))
+        largest = _longest_rank(lengths, offsets, settings, layout, cost)
     else:
         largest = flops.reshape(-1, settings.per_step).max(axis=1)
     work = flops.reshape(-1, settings.world_size, settings.micro_batches).sum(axis=2)
@@ -102,3 +102,28 @@ def rank_balance(plans: EpochPlans, layout: Layout, cost: CostModel) -> RankBala
     flops = micro_batch_flops(layout, cost, lengths[: offsets[whole]], offsets[: whole + 1])
     before = flops.reshape(-1, settings.world_size, settings.micro_batches).sum(axis=2)
     return RankBalance(imbalance(work), floor, imbalance(before))
+
+
+def _longest_rank(
+    lengths: np.ndarray, offsets: np.ndarray, settings: PlanSettings, layout: Layout, cost: CostModel
+) -> np.ndarray:
+    """[steps] float64, least FLOPs of the rank that has the longest sample of its step, whatever it is dealt else.
+
+    It must take what the token budgets of the others leave: at best the shortest samples, here even a part of one.
+    """
+    starts = offsets[: -1 : settings.per_step]
+    longest = np.maximum.reduceat(lengths, starts).astype(np.int64)
+    totals = np.add.reduceat(lengths, starts, dtype=np.int64)
+    rest = totals - longest - (settings.world_size - 1) * settings.micro_batches * settings.size
+    rest = np.maximum(rest, 0)
+    tokens = longest + rest
+    if settings.micro_batches == 1:
+        tokens = layout.computed_tokens(tokens, np.arange(tokens.size + 1))
+    smallest = settings.micro_batches * layout.computed_tokens(np.ones(1, np.int64), np.arange(2))[0]
+    work = cost.linear * np.maximum(tokens, smallest) + cost.quadratic * longest.astype(np.float64) ** 2
+    ends = offsets[settings.per_step :: settings.per_step]
+    for step in np.flatnonzero(rest):
+        others = np.sort(lengths[starts[step] : ends[step]])[:-1]
+        taken = np.diff(np.minimum(np.cumsum(others), rest[step]), prepend=0)
+        work[step] += cost.quadratic * float((taken * others).sum())
+    return work

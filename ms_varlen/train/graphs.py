@@ -1,12 +1,14 @@
 """The cells of a run, declared, compiled and counted: accumulate, apply, evaluate."""
 
+import contextlib
 import dataclasses
 import functools
+import gc
 import importlib.metadata
 import logging
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import mindspore as ms
@@ -209,6 +211,14 @@ class TrainingGraphs:
             self.clear_gradients()
         return float(norm.asnumpy()), applied
 
+    def has_finite_gradient(self, columns: Columns) -> bool:
+        """Whether a micro-batch's gradient alone is finite. The accumulated gradient must be zero, and is again."""
+        self.accumulate(columns)
+        accumulated = self.accumulate_cell.accumulated
+        finite = all(bool(ops.isfinite(gradient).all().asnumpy()) for gradient in accumulated)
+        self.clear_gradients()
+        return finite
+
     def evaluate(self, columns: Columns) -> Tensor:
         """() fp32, a micro-batch's summed loss."""
         loss_sum = self.evaluate_cell(*self._tensors(columns))
@@ -274,7 +284,7 @@ def compile_graphs(graph: GraphConfig, *sets: TrainingGraphs) -> CacheUse | None
     begin = time.perf_counter()
     library = kernel_library() if body_in_use() == "kernel" else None
     name = fingerprint({"sets": [graphs.parts() for graphs in sets]}, library)
-    with compile_cache(graph.compile_cache, name) as use:
+    with compile_cache(graph.compile_cache, name) as use, _objects_of_start_kept():
         for graphs in sets:
             logger.info(
                 "compiling %d graphs (attention: %s); these first seconds are normal",
@@ -284,6 +294,16 @@ def compile_graphs(graph: GraphConfig, *sets: TrainingGraphs) -> CacheUse | None
             graphs.compile()
     logger.info("compiled in %.1f s (compile cache %s)", time.perf_counter() - begin, use.state)
     return use
+
+
+@contextlib.contextmanager
+def _objects_of_start_kept() -> Iterator[None]:
+    """MindSpore collects garbage before each graph; not looking through all modules again saves 0.1 s each time."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _scalars(*values: float) -> tuple[Tensor, ...]:

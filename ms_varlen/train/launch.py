@@ -24,13 +24,24 @@ import psutil
 
 from ms_varlen.errors import VarlenError
 from ms_varlen.train.cluster import Cluster
-from ms_varlen.train.ranks import MSRUN_PID, ROLE, SCHEDULER, alive, ask_for_signal_of_parents_death
+from ms_varlen.train.ranks import (
+    MSRUN_PID,
+    ROLE,
+    SCHEDULER,
+    StopRequest,
+    adopt_orphans,
+    alive,
+    ask_for_signal_of_parents_death,
+)
 from ms_varlen.train.recipe import load_recipe
 
 SCHEDULER_SECONDS = 5
 """How long the scheduler may live on without workers; by itself it waits for dead ones for half a minute."""
 NOTHING_TO_SAVE_SECONDS = 10
 """How long ranks have to leave while none has joined the others: MindSpore holds signals back until then."""
+
+INTERRUPTED = 130
+"""Status of a rank that was asked to stop and had done no step yet."""
 
 JOINED = re.compile(r"rank \d+ of\s+\d+")
 """What a rank logs when it has joined the others."""
@@ -43,7 +54,7 @@ USAGE = "msrun_launch.sh RECIPE [N] [-- section.key=value ...]"
 VARIABLES = """\
 N is the number of ranks over all nodes, 8 if left out. Environment, as for MindFormers' msrun_launcher.sh:
   LOCAL_WORKER      ranks of this node (N)
-  MASTER_ADDR       address of node 0 (127.0.0.1)
+  MASTER_ADDR       address of node 0 (127.0.0.1); on several nodes one that all of them reach
   MASTER_PORT       its port (8118)
   NODE_RANK         number of this node (0)
   LOG_DIR           folder of worker_0.log, worker_1.log, ... and scheduler.log (output/msrun_log)
@@ -69,6 +80,7 @@ class Launch:
         # msrun starts the `python` of the PATH.
         search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         launcher = os.getpid()
+        adopt_orphans()
         with cluster.take_log_dir() as log:
             # A session of its own: Ctrl-C on the terminal reaches this process alone.
             self._msrun = subprocess.Popen(
@@ -80,15 +92,16 @@ class Launch:
                 preexec_fn=lambda: ask_for_signal_of_parents_death(launcher),
             )
         self._workers: dict[int, psutil.Process] = {}
-        self._others: list[psutil.Process] = []
+        self._started: list[psutil.Process] = []
         self._scheduler: psutil.Process | None = None
-        self._scheduler_failed = self._left_alone = self._asked_early = False
-        self._asked: list[int] = []
+        self._scheduler_failed = self._left_alone = self._asked_early = self._msrun_killed = False
+        self._given_up = False
+        self._stop, self._at_once = StopRequest(), False
         self._told: set[int] = set()
 
     def ask_to_stop(self, number: int, _frame: object = None) -> None:
         """Handler of SIGTERM and SIGINT."""
-        self._asked.append(number)
+        self._at_once = self._stop.note(number) or self._at_once
 
     def wait(self) -> int:
         """Look after the ranks until all have ended; the exit status: 0, or that of the first that failed."""
@@ -99,21 +112,23 @@ class Launch:
                 self._scheduler_failed = True
                 _say("the scheduler ended with an error: the ranks are stopped")
             # When msrun is gone, the system has sent the workers a SIGTERM.
-            if self._asked or self._scheduler_failed or self._msrun.returncode is not None:
+            if self._stop.asked or self._scheduler_failed or self._msrun.returncode is not None:
                 self._asked_early = self._asked_early or not (self._told or self._joined())
                 self._forward()
                 if deadline == float("inf") or self._scheduler_failed:
                     deadline = min(deadline, time.monotonic() + self._stop_seconds())
-            if len(self._asked) > 1 or time.monotonic() > deadline:
-                _say(f"ranks are ended after {'a second signal' if len(self._asked) > 1 else 'their time to leave'}")
+            if self._at_once or time.monotonic() > deadline:
+                _say(f"ranks are ended after {'a second signal' if self._at_once else 'their time to leave'}")
+                self._given_up = True
                 break
-            if self._workers and not any(map(alive, self._workers.values())):
+            if self._all_seen() and not any(map(alive, self._workers.values())):
                 without_workers = min(without_workers, time.monotonic() + SCHEDULER_SECONDS)
                 if time.monotonic() > without_workers:
                     self._left_alone = True
                     break
             time.sleep(0.2)
         self._look()
+        self._msrun_killed = (self._msrun.poll() or 0) < 0
         self._end_all()
         return self._status()
 
@@ -132,16 +147,24 @@ class Launch:
         """Take down the processes that msrun has started so far."""
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in psutil.Process(self._msrun.pid).children(recursive=True):
-                if process in self._others or process in self._workers.values():
-                    continue
-                with contextlib.suppress(psutil.Error):
-                    environment = process.environ()
-                    if environment.get(ROLE) in (None, SCHEDULER) or process.ppid() != self._msrun.pid:
-                        self._others.append(process)
-                        if environment.get(ROLE) == SCHEDULER and process.ppid() == self._msrun.pid:
-                            self._scheduler = process
-                    else:
-                        self._workers[int(environment["RANK_ID"])] = process
+                if process not in self._started:
+                    self._started.append(process)
+                if process != self._scheduler and process not in self._workers.values():
+                    self._recognise(process)
+
+    def _recognise(self, process: psutil.Process) -> None:
+        """Note a rank or the scheduler. Between fork and exec it shows msrun's environment: the rest is asked again."""
+        with contextlib.suppress(psutil.Error):
+            environment = process.environ()
+            if ROLE not in environment or process.ppid() != self._msrun.pid:
+                return
+            if environment[ROLE] == SCHEDULER:
+                self._scheduler = process
+            else:
+                self._workers[int(environment["RANK_ID"])] = process
+
+    def _all_seen(self) -> bool:
+        return len(self._workers) == self._cluster.local_workers
 
     def _forward(self) -> None:
         for rank, worker in self._workers.items():
@@ -152,7 +175,7 @@ class Launch:
 
     def _end_all(self) -> None:
         """Nothing of this run lives on."""
-        for process in [*self._workers.values(), *self._others]:
+        for process in self._started:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -163,42 +186,63 @@ class Launch:
     def _status(self) -> int:
         ranks = {worker.pid: rank for rank, worker in self._workers.items()}
         status, rank = failed_worker(self._cluster.msrun_log.read_text("utf-8", "replace"), ranks)
-        # A scheduler that was ended for lingering is no failure of msrun's; the ranks had left well by then.
-        if rank is None and not self._scheduler_failed and (self._msrun.returncode == 0 or self._left_alone):
+        if self._msrun_killed and status == 0:
+            status, rank = self._failed_orphan()
+        # A scheduler that was ended for lingering is no failure of msrun's; the ranks had left well by then. Nor is it
+        # one when msrun was ended with everything else, but the ranks have saved.
+        saved = self._msrun.returncode == 0 or self._left_alone or (self._msrun_killed and self._stop.asked)
+        if status == 0 and saved and not self._scheduler_failed:
             return 0
-        if self._asked and self._asked_early:
-            name = signal.Signals(self._asked[0]).name
-            _say(f"stopped on {name} before the first step; nothing to save")
-            return 128 + self._asked[0]
+        if self._stop.number is not None and (self._asked_early or status == INTERRUPTED) and not self._at_once:
+            _say(f"stopped on {signal.Signals(self._stop.number).name} before the first step; nothing to save")
+            return 128 + self._stop.number
+        if status == 0 and self._msrun_killed:
+            status = self._msrun.returncode
+            _say(f"msrun was ended by {signal.Signals(-status).name}, and the ranks with it")
         status = 1 if self._scheduler_failed else status or 1
         self._report(rank, status)
         return status if status > 0 else 128 - status
 
+    def _failed_orphan(self) -> tuple[int, int | None]:
+        """As `failed_worker`, of ranks that outlived msrun; they are children of this process then."""
+        for rank, worker in self._workers.items():
+            with contextlib.suppress(psutil.Error):
+                if status := worker.wait(0):
+                    return int(status), rank
+        return 0, None
+
     def _report(self, rank: int | None, status: int) -> None:
         order = sorted(self._workers, key=lambda other: (other != rank, other))
+        by_signal = status < 0 and not self._scheduler_failed
         if rank is not None and not self._scheduler_failed:
-            how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+            how = f"was ended by {signal.Signals(-status).name}" if by_signal else f"ended with status {status}"
+            if -status == signal.SIGKILL and not self._given_up:
+                how += " (the system does so when memory runs out, see dmesg)"
             _say(f"rank {rank} {how}, the others were ended too; its log is {self._cluster.log_of(rank)}")
         logs = {f"rank {other}": self._cluster.log_of(other) for other in order}
         scheduler = {"the scheduler": self._cluster.scheduler_log}
-        found = first_cause({**scheduler, **logs} if self._scheduler_failed else {**logs, **scheduler})
-        if found is None:
-            _say(f"no rank and no scheduler wrote an error; see {self._cluster.msrun_log}")
-        else:
+        logs = {**scheduler, **logs} if self._scheduler_failed else {**logs, **scheduler}
+        # What msrun says of a rank's end follows from it, but when it started none its own error is all there is.
+        logs |= {} if self._started else {"msrun": self._cluster.msrun_log}
+        found = first_cause(logs)
+        if found is not None:
             _say(f"first error of {found[0]}: {found[1]}")
+        elif not by_signal:
+            name, log = next(iter(logs.items()))
+            _say(
+                f"no log holds an error that is known; see {self._cluster.log_dir}; last of {name}:\n{last_lines(log)}"
+            )
 
 
 def failed_worker(msrun_log: str, ranks: Mapping[int, int]) -> tuple[int, int | None]:
     """The worker that msrun's log says failed first: its status, negative for a signal, and its rank; else (0, None).
 
     Args:
-        msrun_log: text of the log.
-        ranks: rank by process id, of the workers that may be meant.
+        msrun_log: text of the log of this launch.
+        ranks: rank by process id; a worker that ended before anybody saw it is missing, and has rank None.
     """
-    for failed in re.finditer(r"Worker process (\d+) exit with exception\. Error code: (-?\d+)", msrun_log):
-        if int(failed[1]) in ranks:
-            return int(failed[2]), ranks[int(failed[1])]
-    return 0, None
+    failed = re.search(r"Worker process (\d+) exit with exception\. Error code: (-?\d+)", msrun_log)
+    return (int(failed[2]), ranks.get(int(failed[1]))) if failed else (0, None)
 
 
 def first_cause(logs: Mapping[str, Path]) -> tuple[str, str] | None:
@@ -222,6 +266,15 @@ def first_error(log: Path) -> str | None:
         if match
     ]
     return min(found)[1] if found else None
+
+
+def last_lines(log: Path, most: int = 6) -> str:
+    """The end of a log, for an error that nothing is known of; MindSpore's own notes are left out."""
+    text = log.read_text("utf-8", "replace") if log.is_file() else ""
+    lines = [
+        line.rstrip() for line in text.splitlines() if line.strip() and not line.startswith(("[INFO]", "[WARNING]"))
+    ]
+    return "\n".join(lines[-most:])
 
 
 def _follow(log: Path, ended: threading.Event) -> None:
@@ -273,7 +326,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         cluster = Cluster.from_environment(given.N, os.environ)
         load_recipe(given.recipe, [override for override in overrides if not override.startswith("--")])
-        cluster.check_port()
+        cluster.check_address()
         launch = Launch(cluster, [given.recipe, *overrides])
     except VarlenError as error:
         print(f"error: {error}", file=sys.stderr)

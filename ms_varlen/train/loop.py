@@ -26,7 +26,7 @@ from ms_varlen.data.dataset import Columns, MicroBatches, MicroBatchLoader
 from ms_varlen.data.layouts import IGNORE_INDEX
 from ms_varlen.errors import CheckpointError, VarlenError
 from ms_varlen.planning.epoch_plan import EpochPlan, EpochPlans, PlanState
-from ms_varlen.train.bad_steps import Skipped, check_bad_steps, dump_bad_step
+from ms_varlen.train.bad_steps import Skipped, check_bad_steps, culprits, dump_bad_step
 from ms_varlen.train.exchange import Exchange
 from ms_varlen.train.graphs import TrainingGraphs
 from ms_varlen.train.profiling import StepProfiler
@@ -98,6 +98,7 @@ class TrainingLoop:
             the run was asked to stop; it is saved then.
         Raises:
             VarlenError: too many steps were skipped, ranks do not agree, or the last save failed.
+            KeyboardInterrupt: it was asked to stop before the first step of all; there is nothing to save or to tell.
         """
         start, remaining = self._state, self._recipe.train.steps - self._step
         rank = self._exchange.ranks.rank
@@ -122,6 +123,8 @@ class TrainingLoop:
                 if too_bad or self._due(self._recipe.checkpoint.every):
                     self._save(last=too_bad or self._step == self._recipe.train.steps)
                 check_bad_steps(bad_steps, self._recipe.train.max_bad_steps)
+        if self._step == 0:
+            raise KeyboardInterrupt
         stopped = self._step < self._recipe.train.steps
         if stopped and self._saved_step < self._step:
             self._save(last=True)
@@ -180,7 +183,7 @@ class TrainingLoop:
             "sample_ids_sha256": ids_hash(ids),
         }
         if not applied and counts.supervised:
-            metrics.update(self._skip(state, plan, gathered[:, :-1], norm))
+            metrics.update(self._skip(state, plan, batches, gathered[:, :-1], norm))
         if self._recipe.train.eval_every is not None and self._due(self._recipe.train.eval_every):
             metrics["eval_loss"] = self.evaluate()
             metrics["eval_perplexity"] = perplexity(metrics["eval_loss"])
@@ -220,22 +223,29 @@ class TrainingLoop:
         norm, applied = self._graphs.apply(rate, supervised, loss_sum)
         return norm, applied
 
-    def _skip(self, state: PlanState, plan: EpochPlan, losses: np.ndarray, norm: float | None) -> dict[str, Any]:
-        """Book a step that held a NaN or an infinity; its sample ids go into its line, all about it into a file."""
+    def _skip(
+        self, state: PlanState, plan: EpochPlan, batches: list[Columns], losses: np.ndarray, norm: float | None
+    ) -> dict[str, Any]:
+        """Book a step that held a NaN or an infinity; its sample ids go into its line, all about it into a file.
+
+        Whose it was is found by computing the step's gradients once more: ranks have added them up.
+        """
+        gradients = self._exchange.gather_floats([self._graphs.has_finite_gradient(columns) for columns in batches]) > 0
         ids = plan.step_ids(state.step)
         lengths = self._workload.plans.lengths
         self._skipped.steps += 1
         self._skipped.samples += int(ids.size)
         self._skipped.tokens += int(np.asarray(lengths[ids]).sum(dtype=np.int64))
         logger.warning(
-            "step %d is skipped: its loss or gradient is not finite (%d skipped so far); sample ids %s",
+            "step %d is skipped: its loss or gradient is not finite: %s (%d skipped so far); sample ids %s",
             self._step,
+            culprits(losses, gradients),
             self._skipped.steps,
             ids[:16].tolist(),
         )
         if self._exchange.ranks.writes:
             place = StepPlace(self._step, state, self._recipe.mode, self._workload.plans.fingerprint)
-            dump_bad_step(self._run.folder, place, plan, self._workload, losses, norm)
+            dump_bad_step(self._run.folder, place, plan, self._workload, losses, gradients, norm)
         return {"skipped": True, "sample_ids": ids.tolist()}
 
     def evaluate(self) -> float | None:

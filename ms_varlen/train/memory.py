@@ -22,8 +22,9 @@ def step_memory(recipe: Recipe, config: DecoderConfig, shapes: TokenShapes) -> d
     Data parallel ranks hold whole weights, gradients and moments each; nothing is sharded.
 
     Returns:
-        `tokens` (T), `weights` (with gradients and moments), `activations` with and without recomputing layers,
-        `logits`, the `total` as the recipe is, and the `limit` (`device.max_memory`).
+        `tokens` (T), `weights` (with a step's gradients and moments), `gradients` (a micro-batch's own), `casts` (bf16
+        copies of weights, as the recipe recomputes), `activations` with and without recomputing layers, `logits`, the
+        `total` as the recipe is, and the `limit` (`device.max_memory`).
     """
     value_bytes = 4 if recipe.device.target == "CPU" else 2
     found = {
@@ -34,6 +35,8 @@ def step_memory(recipe: Recipe, config: DecoderConfig, shapes: TokenShapes) -> d
     return {
         "tokens": shapes.max,
         "weights": round(found[False]["weights"] / GB, 3),
+        "gradients": round(found[False]["gradients"] / GB, 3),
+        "casts": round(found[recipe.model.recompute]["casts"] / GB, 3),
         "activations": round(found[False]["activations"] / GB, 3),
         "activations_recomputed": round(found[True]["activations"] / GB, 3),
         "logits": round(found[False]["logits"] / GB, 3),
@@ -52,7 +55,7 @@ def check_memory(recipe: Recipe, config: DecoderConfig, shapes: TokenShapes) -> 
     memory = step_memory(recipe, config, shapes)
     if memory["limit"] is None or memory["total"] <= memory["limit"]:
         return
-    if memory["weights"] > memory["limit"]:
+    if memory["weights"] + memory["gradients"] > memory["limit"]:
         advice = (
             "the model needs its weights sharded over devices, which ms_varlen leaves to MindFormers: "
             "`ms-varlen mindformers-recipe` makes a recipe for its Trainer"
@@ -63,6 +66,7 @@ def check_memory(recipe: Recipe, config: DecoderConfig, shapes: TokenShapes) -> 
     activations = memory["activations_recomputed" if recipe.model.recompute else "activations"]
     raise DataError(
         f"a step must fit device.max_memory ({memory['limit']:g} GB), got at least {memory['total']:.1f} GB on "
-        f"T={memory['tokens']}: {memory['weights']:.1f} of weights, gradients and moments, {activations:.1f} of "
+        f"T={memory['tokens']}: {memory['weights']:.1f} of weights, gradients and moments, "
+        f"{memory['gradients'] + memory['casts']:.1f} of a micro-batch's gradients and of casts, {activations:.1f} of "
         f"activations, {memory['logits']:.1f} of logits; {advice}, or raise device.max_memory"
     )

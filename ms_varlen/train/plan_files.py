@@ -1,7 +1,7 @@
 """One rank of a node plans an epoch, the others map its plan: 16 bytes a sample once a node, not once a rank.
 
-The files lie below the temporary folder, one folder for each msrun, and are removed when its ranks leave; what killed
-runs left is removed by the next. Imports no MindSpore.
+The files lie below the temporary folder, one folder for each msrun, and are removed by the last of its ranks to leave;
+what killed runs left is removed by the next. Imports no MindSpore.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import psutil
@@ -19,6 +20,8 @@ from ms_varlen.errors import DataError
 from ms_varlen.planning.epoch_plan import PlanArrays, SharePlan
 
 _NAME = "ms_varlen-plans-{user}-{launcher}"
+_IN_USE = "in_use.lock"
+"""Shared by the ranks that use the folder, for as long as they do."""
 
 
 @contextlib.contextmanager
@@ -30,16 +33,22 @@ def plans_of_node(launcher: int) -> Iterator[SharePlan]:
     """
     folder = Path(tempfile.gettempdir()) / _NAME.format(user=os.getuid(), launcher=launcher)
     _remove_leftovers(folder)
+    used: list[IO[bytes]] = []  # from the first plan on
     try:
-        yield lambda name, make: _shared(folder, name, make)
+        yield lambda name, make: _shared(folder, used, name, make)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # arrays that are mapped stay readable
+        for lock in used:
+            with lock:
+                _remove_unused(folder, lock)
 
 
-def _shared(folder: Path, name: str, make: Callable[[], PlanArrays]) -> PlanArrays:
+def _shared(folder: Path, used: list[IO[bytes]], name: str, make: Callable[[], PlanArrays]) -> PlanArrays:
     entry = folder / name
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
+        if not used:
+            used.append((folder / _IN_USE).open("ab"))
+            fcntl.flock(used[0], fcntl.LOCK_SH)
         with (folder / f"{name}.lock").open("ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not entry.is_dir():
@@ -64,4 +73,13 @@ def _remove_leftovers(own: Path) -> None:
     for folder in own.parent.glob(_NAME.format(user=os.getuid(), launcher="*")):
         launcher = folder.name.rpartition("-")[2]
         if folder != own and launcher.isdigit() and not psutil.pid_exists(int(launcher)):
-            shutil.rmtree(folder, ignore_errors=True)
+            # Ranks outlive a killed msrun until they have saved. A lock that cannot be made is that of nobody.
+            with contextlib.suppress(OSError), (folder / _IN_USE).open("ab") as lock:
+                _remove_unused(folder, lock)
+
+
+def _remove_unused(folder: Path, lock: IO[bytes]) -> None:
+    """Remove a folder unless another rank holds its lock, which removes it then; mapped arrays stay readable."""
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)

@@ -16,7 +16,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 
 import psutil
 
@@ -27,10 +26,13 @@ logger = logging.getLogger("ms_varlen")
 ROLE, SCHEDULER = "MS_ROLE", "MS_SCHED"
 MSRUN_PID = "MS_VARLEN_MSRUN_PID"
 """Variable by which the launcher tells ranks who their parent is; scripts/train.py reads it too."""
+SAME_WISH_SECONDS = 3
+"""Signals this soon after the first ask for the same. `timeout`, batch systems and containers send one to every
+process, and a rank is sent another by its launcher, and by the system when msrun ends."""
 ORPHAN_SECONDS = 60
 """How long a scheduler outlives its msrun at most: the ranks need it until they have saved."""
 
-SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+SET_PARENT_DEATH_SIGNAL, SET_CHILD_SUBREAPER = 1, 36  # PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER of prctl(2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +82,9 @@ def _joined() -> Ranks:
     parent = int(os.environ.get(MSRUN_PID, os.getppid()))
     joined = threading.Event()
     if os.environ[ROLE] == SCHEDULER:
+        # Sent to every process, they are for the ranks, who need the scheduler until they have saved.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
         threading.Thread(target=_end_after_ranks, args=(parent,), daemon=True).start()
     else:
         ask_for_signal_of_parents_death(parent)
@@ -101,6 +106,12 @@ def ask_for_signal_of_parents_death(parent: int) -> None:
         ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Have the system make this process the parent of what its children leave behind, so that it is told their ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1)
 
 
 def _end_without_parent(parent: int, joined: threading.Event) -> None:
@@ -132,34 +143,39 @@ def alive(process: psutil.Process) -> bool:
 
 
 class StopRequest:
-    """Whether somebody asked the run to stop."""
+    """Whether somebody asked to stop, and since when; asked again, not to wait any longer."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.number: int | None = None
+        self._since = 0.0
 
-    @contextlib.contextmanager
-    def listening(self, ranks: Ranks) -> Iterator[None]:
-        """Note SIGTERM and SIGINT for the time of the block; the second one interrupts at once.
+    @property
+    def asked(self) -> bool:
+        """Whether a signal came."""
+        return self.number is not None
 
-        Alone a process is not held up by others, and keeps what its caller does on these signals.
+    def note(self, number: int) -> bool:
+        """Take down a signal; whether it is a wish of its own after an earlier one, to end at once."""
+        if self.number is None:
+            self.number, self._since = number, time.monotonic()
+        return time.monotonic() - self._since > SAME_WISH_SECONDS
+
+    def listen(self, ranks: Ranks) -> None:
+        """Note SIGTERM and SIGINT from now on; asked again, what runs is interrupted at once.
+
+        To the end of the process: a rank that has trained is saved, and leaving must not look like a failure. Alone a
+        process is not held up by others, and keeps what its caller does on these signals.
         """
         if not started_by_msrun():
-            yield
             return
 
-        def note(number: int, _frame: object) -> None:
-            if self.asked:
+        def heard(number: int, _frame: object) -> None:
+            first = not self.asked
+            if self.note(number):
                 raise KeyboardInterrupt
-            self.asked = True
-            logger.warning(
-                "rank %d got %s: ranks stop before the next step, save and leave",
-                ranks.rank,
-                signal.Signals(number).name,
-            )
+            if first:
+                name = signal.Signals(number).name
+                logger.warning("rank %d got %s: ranks stop before the next step, save and leave", ranks.rank, name)
 
-        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, heard)

@@ -48,14 +48,15 @@ def train(
         where steps ran, `stopped` (somebody asked for it) and the `ledger` of the epoch in progress.
     Raises:
         VarlenError: whatever the user can mend.
+        KeyboardInterrupt: ranks were asked to stop before the first step of all.
     """
     target = set_up_device(recipe.device, recipe.graph)
     ranks = join_ranks(recipe.device)
     stop = StopRequest()
+    stop.listen(ranks)
     # The ranks of a node have one parent, msrun; a process of its own shares its plans with nobody.
     sharing = plans_of_node(os.getppid()) if ranks.size > 1 else contextlib.nullcontext()
     with (
-        stop.listening(ranks),
         sharing as share,
         contextlib.closing(connect(ranks, gather_words, recipe.device.hccl_exec_seconds)) as exchange,
     ):
