@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -35,7 +35,9 @@ Language = Annotated[Literal["en", "zh"], typer.Option(help="Language of the cat
 
 
 def doctor_command(
-    recipe: Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="Recipe in YAML.")] = None,
+    recipe: Annotated[
+        Path | None, typer.Argument(metavar="[RECIPE]", help="Recipe in YAML, or the folder of a run.")
+    ] = None,
     overrides: Overrides = None,
     full: Annotated[
         bool, typer.Option("--full", help="Look at every micro-batch of an epoch, not at a sample.")
@@ -58,14 +60,14 @@ def doctor_command(
         return
     if recipe is None:
         raise RecipeError(["RECIPE: must be given, got none; or use --list or --explain CODE"], "doctor")
+    from ms_varlen.diagnose.doctor import examine, recipe_of
+
     with progress_bars() as bars:
         if performance:
             from ms_varlen.diagnose.doctor_performance import examine_performance
 
-            result = examine_performance(load_recipe(recipe, overrides or []), store_bar(bars))
+            result = examine_performance(recipe_of(recipe, overrides or []), store_bar(bars))
         else:
-            from ms_varlen.diagnose.doctor import examine
-
             result = examine(recipe, overrides or [], full, for_device == "ascend", probe, store_bar(bars))
     if as_json:
         print(json.dumps(finite(result), allow_nan=False))
@@ -132,21 +134,25 @@ def lint_command(
     raise typer.Exit(1 if result["findings"] else 0)
 
 
+Tolerance = Annotated[
+    float | None,
+    typer.Option(
+        help="Largest difference of a step's loss, in nats; default from the noise floor that is measured, 2e-5 to "
+        "1e-3 on a CPU (fp32), 1e-3 on Ascend (bf16)."
+    ),
+]
+StartFrom = Annotated[
+    Path | None,
+    typer.Option("--from", help="Checkpoint of any mode, step_NNNNNNNN, that both sides begin with; default none."),
+]
+
+
 def align_command(
     recipe: RecipeArgument,
     overrides: Overrides = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 100,
-    tolerance: Annotated[
-        float | None,
-        typer.Option(
-            help="Largest difference of a step's loss, in nats; default from the noise floor that is measured, 2e-5 to "
-            "1e-3 on a CPU (fp32), 1e-3 on Ascend (bf16)."
-        ),
-    ] = None,
-    start_from: Annotated[
-        Path | None,
-        typer.Option("--from", help="Checkpoint of any mode, step_NNNNNNNN, that both sides begin with; default none."),
-    ] = None,
+    tolerance: Tolerance = None,
+    start_from: StartFrom = None,
     against: Annotated[
         Literal["padded", "bucketed", "packed", "varlen"], typer.Option(help="The layout to compare with.")
     ] = "padded",
@@ -162,37 +168,44 @@ def align_command(
     loaded = load_recipe(recipe, overrides or [])
     from ms_varlen.diagnose.align import align
     from ms_varlen.diagnose.alignment import save_alignment
-    from ms_varlen.diagnose.folders import folder_fault
     from ms_varlen.diagnose.report import write_align_report
 
-    make_output_dir(loaded.checkpoint.output_dir)
-    fault = folder_fault(report.parent) if report is not None else None
-    if fault is not None:
-        raise RecipeError([f"--report: must be in a folder that can be written, got {report} ({fault})"], "align")
+    page = report or loaded.checkpoint.output_dir / "align.html"
+    _check_page(loaded.checkpoint.output_dir, page)
     with progress_bars() as bars:
         store, bar = store_bar(bars), bars.add_task("aligning", total=steps)
-        result = align(
-            loaded,
-            steps,
-            lambda step, loss, padded: bars.update(
-                bar, completed=step, description=f"loss {loss:.4f}, difference {abs(loss - padded):.1e}"
-            ),
-            tolerance,
-            store,
-            start_from,
-            against,
-        )
-    path = write_align_report(result, report or loaded.checkpoint.output_dir / "align.html")
+
+        def on_step(step: int, loss: float, other: float) -> None:
+            words = f"loss {loss:.4f}, difference {abs(loss - other):.1e}"
+            bars.update(bar, completed=step, description=words)
+
+        result = align(loaded, steps, on_step, tolerance, store, start_from, against)
+    result["report"] = str(write_align_report(result, page))
     save_alignment(loaded, result)
-    result["report"] = str(path)
+    _print_alignment(result, as_json)
+    raise typer.Exit(0 if result["passed"] else 1)
+
+
+def _check_page(output_dir: Path, page: Path) -> None:
+    """Make the folder of a run, and refuse a page that cannot be written, before the work that it shows."""
+    from ms_varlen.diagnose.folders import folder_fault
+
+    make_output_dir(output_dir)
+    fault = folder_fault(page.parent)
+    if fault is not None:
+        raise RecipeError(
+            [f"--report: must be in a folder that can be written, got {page} ({fault}); choose another"], "align"
+        )
+
+
+def _print_alignment(result: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(finite(result), allow_nan=False))
-    else:
-        shown = {key: value for key, value in result.items() if not isinstance(value, list | dict)}
-        print_table("aligned" if result["passed"] else "NOT aligned", shown)
-        if result["bisect"]:
-            print_table("where it begins", result["bisect"])
-    raise typer.Exit(0 if result["passed"] else 1)
+        return
+    shown = {key: value for key, value in result.items() if not isinstance(value, list | dict)}
+    print_table("aligned" if result["passed"] else "NOT aligned", shown)
+    if result["bisect"]:
+        print_table("where it begins", result["bisect"])
 
 
 def bench_command(

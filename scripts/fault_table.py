@@ -5,18 +5,45 @@ python scripts/fault_table.py --mutations 300 # beside it: random mutations that
 """
 
 import argparse
+import functools
 import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
+Found = tuple[str, str | None, float]
+Row = tuple[str, tuple[str, str | None], Callable[[], Found]]
+"""A fault's name, who must find it under which code, and what tries."""
 
-def show(name: str, found: tuple[str, str | None, float], expected: tuple[str, str | None]) -> bool:
+
+def rows(recipe: Path) -> list[Row]:
+    """All rows of the table, the healthy ones too."""
+    from ms_varlen.testing import detection, planted, rank_faults
+
+    find, doctor = functools.partial, detection.find_in_recipe
+    ranks, nobody = rank_faults.find_between_ranks, ("nobody", None)
+    return [
+        ("none (a healthy run)", nobody, find(detection.find, None, recipe)),
+        *((fault.name, (fault.found_by, fault.code), find(detection.find, fault, recipe)) for fault in planted.FAULTS),
+        ("none (two ranks)", nobody, find(ranks, recipe, None)),
+        *((name, ("ranks", code), find(ranks, recipe, name)) for name, code in rank_faults.RANK_FAULTS.items()),
+        ("none (ends on the host)", nobody, find(rank_faults.find_on_device, recipe, False)),
+        (rank_faults.DEVICE_FAULT, ("emulator", "LEN-DEVICE"), find(rank_faults.find_on_device, recipe, True)),
+        *((name, ("doctor", code), find(doctor, recipe, changes)) for name, code, changes in detection.RECIPE_FAULTS),
+        *(
+            (name, ("doctor", code), find(detection.find_in_files, recipe, name))
+            for name, code in detection.FILE_FAULTS.items()
+        ),
+    ]
+
+
+def show(name: str, expected: tuple[str, str | None], found: Found) -> bool:
     """Print a row; whether it is not as it must be."""
     who, code, seconds = found
     mark = "" if (who, code) == expected else f"   EXPECTED {expected}"
-    print(f"{name:<52} {code or '-':<16} {who:<8} {seconds:.2f}{mark}")
+    print(f"{name:<52} {code or '-':<16} {who:<8} {seconds:.2f}{mark}", flush=True)
     return bool(mark)
 
 
@@ -24,33 +51,18 @@ def main() -> int:
     """Print the table; 1 when a fault was not found or misnamed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mutations", type=int, default=0, help="random mutations to try beside the table")
-    parser.add_argument("--only", help="the fault with this name alone")
+    parser.add_argument("--only", help="the row with this name alone")
     options = parser.parse_args()
     os.environ.setdefault("GLOG_v", "3")  # before MindSpore is loaded
-    from ms_varlen.testing.detection import (
-        FILE_FAULTS,
-        RECIPE_FAULTS,
-        detection_rate,
-        find,
-        find_in_files,
-        find_in_recipe,
-        write_recipe,
-    )
-    from ms_varlen.testing.planted import FAULTS
+    from ms_varlen.testing.detection import detection_rate, write_recipe
 
-    wrong = 0
     with tempfile.TemporaryDirectory() as folder:
         recipe = write_recipe(Path(folder))
-        faults = [fault for fault in FAULTS if options.only in (None, fault.name)]
+        chosen = [row for row in rows(recipe) if options.only in (None, row[0])]
+        if not chosen:
+            parser.error(f"--only: must be the name of a row, got {options.only!r}; run without it to see all")
         print(f"{'fault':<52} {'code':<16} {'found by':<8} seconds")
-        for fault in [None, *faults]:
-            expected = ("nobody", None) if fault is None else (fault.found_by, fault.code)
-            wrong += show(fault.name if fault else "none (a healthy run)", find(fault, recipe), expected)
-        if options.only is None:
-            for name, code, overrides in RECIPE_FAULTS:
-                wrong += show(name, find_in_recipe(recipe, overrides), ("doctor", code))
-            for name, code in FILE_FAULTS.items():
-                wrong += show(name, find_in_files(recipe, name), ("doctor", code))
+        wrong = sum(show(name, expected, find()) for name, expected, find in chosen)
         if options.mutations:
             print(json.dumps(detection_rate(recipe, options.mutations), indent=1))
     return int(wrong > 0)

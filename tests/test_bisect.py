@@ -5,6 +5,8 @@ import contextlib
 import numpy as np
 import pytest
 
+from ms_varlen.catalogue import explain
+from ms_varlen.data.store import SampleTable
 from ms_varlen.diagnose.align import align
 from ms_varlen.errors import RecipeError
 from ms_varlen.testing.detection import (
@@ -17,6 +19,7 @@ from ms_varlen.testing.detection import (
     write_recipe,
 )
 from ms_varlen.testing.planted import FAULTS, plant
+from ms_varlen.testing.rank_faults import RANK_FAULTS, find_between_ranks, find_on_device
 from ms_varlen.train.recipe import load_recipe
 
 CHECKED = [fault for fault in FAULTS if fault.found_by == "check"]
@@ -30,8 +33,13 @@ WORDS = {
     "scores scaled by 1.5": "the scores are 1.5 times what they must be",
     "another id": "token 5 of the sample must be id",
     "a target dropped": "token 3 of the sample has no target, must have",
+    "labels not shifted": "each target is the token itself: labels were not shifted",
+    "loss in padding": "targets lie in padding, which must have none",
+    "keys without a gradient": "the gradient does not, most of all that of model.layers.",
+    "NaN in the padding": "are not finite",
 }
 """What else the bisection must say of a fault."""
+OF_NO_SAMPLE = ("loss in padding", "keys without a gradient", "NaN in the padding")
 REACHING = [fault for fault in FAULTS if fault.found_by == "align" and fault.name not in WORDS]
 
 
@@ -55,6 +63,16 @@ def test_a_fault_of_a_recipe_is_named_by_the_doctor(recipe, name, code, override
     assert find_in_recipe(recipe, overrides)[:2] == ("doctor", code)
 
 
+@pytest.mark.parametrize("name", [None, *RANK_FAULTS])
+def test_a_fault_between_ranks_is_named_by_each_that_is_left(recipe, name):
+    assert find_between_ranks(recipe, name)[:2] == (("ranks", RANK_FAULTS[name]) if name else ("nobody", None))
+
+
+@pytest.mark.parametrize(("moved", "found"), [(False, ("nobody", None)), (True, ("emulator", "LEN-DEVICE"))])
+def test_ends_on_the_device_are_named_by_the_emulator(recipe, moved, found):
+    assert find_on_device(recipe, moved)[:2] == found
+
+
 @pytest.mark.parametrize("name", FILE_FAULTS)
 def test_a_fault_of_a_file_is_named_by_the_doctor(recipe, name):
     assert find_in_files(recipe, name)[:2] == ("doctor", FILE_FAULTS[name])
@@ -68,6 +86,12 @@ def test_a_healthy_run_agrees_with_every_layout(recipe, against):
     assert result["tolerance"] == 2e-5
 
 
+def test_a_step_without_a_target_agrees(recipe, monkeypatch):
+    monkeypatch.setattr(SampleTable, "gather_supervised", lambda self, ids: np.zeros(self.lengths[ids].sum(), bool))
+    result = align(load_recipe(recipe, []), 1, lambda *_: None)
+    assert (result["passed"], result["loss"], result["loss_padded"]) == (True, [0.0], [0.0])
+
+
 def test_an_unknown_layout_is_refused(recipe):
     with pytest.raises(RecipeError, match="--against: must be one of padded, bucketed, packed, varlen, got dense"):
         align(load_recipe(recipe, []), 1, lambda *_: None, against="dense")
@@ -79,6 +103,7 @@ def test_the_first_rung_sample_layer_and_tensor_are_given(recipe):
     assert found["rungs"][-1] == {"rung": found["rung"], "differs": "forward"}
     assert (found["layer"], found["tensor"], found["code"]) == (0, "attention output", "LEN-WRONG")
     assert found["length"] in found["lengths"]
+    assert found["remedy"] == explain("LEN-WRONG").remedy
     assert found["text"].endswith("segment 0 ends a token late")
 
 
@@ -88,7 +113,7 @@ def test_what_is_wrong_is_said_in_words(recipe, name, words):
         found = align(load_recipe(recipe, []), 1, lambda *_: None)["bisect"]
     assert found["code"] == next(fault.code for fault in FAULTS if fault.name == name)
     assert words in found["text"]
-    assert found["sample"] is not None
+    assert (found["sample"] is None) == (name in ("loss in padding", "keys without a gradient", "NaN in the padding"))
 
 
 def test_a_wrong_attention_is_told_from_wrong_lengths_on_the_first_rung(recipe):

@@ -7,10 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ms_varlen.data.dataset import MicroBatches
 from ms_varlen.data.layouts import Layout
-from ms_varlen.diagnose.doctor import examine, exit_status
+from ms_varlen.diagnose.doctor import examine
+from ms_varlen.diagnose.doctor_checkpoint import bad_step_checks
 from ms_varlen.diagnose.doctor_environment import cann_check, package_checks, python_check
 from ms_varlen.diagnose.doctor_performance import causes
+from ms_varlen.testing.planted import plant
 
 RECIPE = """
 mode: varlen
@@ -46,7 +49,7 @@ def recipe(tmp_path_factory):
 
 def test_a_healthy_recipe_is_green_to_the_last_probe(recipe):
     result = examine(recipe)
-    assert (result["worst"], result["codes"], exit_status(result)) == ("green", [], 0)
+    assert (result["worst"], result["codes"]) == ("green", [])
     probe = [check["text"].split(":")[0] for check in result["checks"] if check["area"] == "probe"]
     assert probe == ["compiled 0 of 2 graphs predicted", "forward", "backward", "padding", "apply", "graphs compiled"]
     assert "padded places have no gradient, to the last bit" in str(result["checks"])
@@ -60,7 +63,7 @@ def test_the_recipes_that_come_along_are_healthy(name):
 
 def test_a_wrong_recipe_stops_before_the_data(recipe):
     result = examine(recipe, ["train.steps=0", "model.seq_length=32"])
-    assert (result["worst"], result["codes"], exit_status(result)) == ("red", ["RECIPE", "SHAPE-POSITIONS"], 1)
+    assert (result["worst"], result["codes"]) == ("red", ["RECIPE", "SHAPE-POSITIONS"])
     assert "data" not in {check["area"] for check in result["checks"]}
     assert "train.steps" in str(result["checks"])
     assert "max_position_embeddings" in str(result["checks"])
@@ -69,6 +72,9 @@ def test_a_wrong_recipe_stops_before_the_data(recipe):
 def test_the_limits_of_an_npu_are_checked_on_any_machine(recipe):
     healthy = examine(recipe, ["model.config.hidden_size=32"], for_ascend=True, probe=False)
     assert "ASCEND-LIMITS" not in healthy["codes"]
+    with plant("compressed mask upside down"):
+        wrong = examine(recipe, ["model.config.hidden_size=32"], for_ascend=True, probe=False)
+    assert (wrong["worst"], wrong["codes"]) == ("red", ["MASK-INVERTED"])
     result = examine(recipe, [], for_ascend=True, probe=False)  # head size 8
     assert result["codes"] == ["ASCEND-LIMITS"]
     assert "head_dim must be a multiple of 16 and at most 512, got 8" in str(result["checks"])
@@ -122,12 +128,37 @@ def test_lengths_in_another_order_than_the_rows_are_found(recipe, monkeypatch):
     assert "in one order" in str(result["checks"])
 
 
+def _shifted(ends):
+    return np.append(0, ends[:-1]).astype(np.int32)
+
+
+@pytest.mark.parametrize(
+    ("column", "change", "code"),
+    [
+        ("seq_lens", lambda c: c["seq_lens"][::-1].copy(), "LEN-ORDER"),
+        ("seq_lens", lambda c: c["seq_lens"][:, None], "LEN-SHAPE"),
+        ("seq_lens", lambda c: c["seq_lens"] * 1.0, "LEN-DTYPE"),
+        ("actual_seq_qlen", lambda c: _shifted(c["actual_seq_qlen"]), "LEN-PLAIN"),
+        ("input_ids", lambda c: c["input_ids"] * 1.0, "LEN-DTYPE"),
+        ("input_ids", lambda c: np.roll(c["input_ids"], 1), "LEN-ORDER"),
+        ("position_ids", lambda c: np.zeros_like(c["position_ids"]), "POS-RESET"),
+        ("labels", lambda c: np.full_like(c["labels"], -100), "LABEL-NONE"),
+    ],
+)
+def test_a_micro_batch_that_is_changed_behind_its_check_is_named(recipe, monkeypatch, column, change, code):
+    columns = MicroBatches.columns
+    changed = lambda self, ids: (made := columns(self, ids)) | {column: change(made)}  # noqa: E731
+    monkeypatch.setattr(MicroBatches, "columns", changed)
+    result = examine(recipe, probe=False)
+    assert (result["worst"], result["codes"]) == ("red", [code])
+
+
 def test_a_checkpoint_of_another_recipe_is_named(recipe, tmp_path):
     from ms_varlen.train.recipe import load_recipe
     from ms_varlen.train.run import train
 
     train(load_recipe(recipe, [f"checkpoint.output_dir={tmp_path}"]), lambda _: None)
-    same = examine(recipe, [f"checkpoint.output_dir={tmp_path}"], probe=False)
+    same = examine(recipe, [f"checkpoint.output_dir={tmp_path}", "train.steps=5"], probe=False)
     assert "training goes on from" in str(same["checks"])
     changed = examine(recipe, [f"checkpoint.output_dir={tmp_path}", "train.learning_rate=1"], probe=False)
     assert changed["codes"] == ["CKPT-RECIPE"]
@@ -144,6 +175,122 @@ def test_a_checkpoint_of_another_recipe_is_named(recipe, tmp_path):
     assert "model.safetensors is missing; begin anew with checkpoint.resume=never" in str(gone["checks"])
     (folder / "manifest.json").write_text("{}")
     assert "CKPT-CORRUPT" in examine(recipe, [f"checkpoint.output_dir={tmp_path}"], probe=False)["codes"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A recipe and the run folder that its four steps left."""
+    from ms_varlen.train.recipe import load_recipe
+    from ms_varlen.train.run import train
+
+    folder = tmp_path_factory.mktemp("trained")
+    recipe = write_recipe(folder, [9, 12, 30, 41, 7] * 12)
+    train(load_recipe(recipe, []), lambda _: None)
+    return recipe, folder / "output" / "varlen"
+
+
+def of_area(result, area):
+    return [check["text"] for check in result["checks"] if check["area"] == area]
+
+
+def test_a_finished_run_is_healthy_and_its_folder_does_for_the_recipe(trained):
+    recipe, run = trained
+    for path in (recipe, run):
+        result = examine(path, probe=False)
+        (text,) = of_area(result, "checkpoint")
+        assert (result["worst"], text) == (
+            "green",
+            f"every checksum fits; {run}/step_00000004 has its 4 steps already, raise train.steps to go on",
+        )
+    result = examine(recipe, ["train.steps=9", "batch.token_budget=128"], probe=False)
+    (text,) = of_area(result, "checkpoint")
+    assert text.endswith("the rest of the epoch planned anew for batch.token_budget: was 256, is 128")
+    (text,) = of_area(examine(recipe, ["checkpoint.resume=never"], probe=False), "checkpoint")
+    assert text == f"checkpoint.resume is never; training begins at step 0 beside {run}"
+
+
+def test_a_link_to_a_checkpoint_does_for_it(trained, tmp_path):
+    recipe, run = trained
+    (tmp_path / "best").symlink_to(run / "step_00000004")
+    result = examine(recipe, [f"checkpoint.resume={tmp_path}/best"], probe=False)
+    assert (result["worst"], "has its 4 steps already" in of_area(result, "checkpoint")[0]) == ("green", True)
+
+
+def test_a_folder_that_is_no_run_is_refused_by_name(trained):
+    result = examine(trained[1].parent, probe=False)
+    assert result["codes"] == ["RECIPE"]
+    assert "RECIPE: must be a recipe in YAML, or the folder of a run with its recipe.yaml, got" in str(result["checks"])
+
+
+def test_a_checkpoint_of_other_data_or_beyond_the_steps_is_red(trained, tmp_path):
+    recipe, run = trained
+    result = examine(recipe, ["train.steps=3"], probe=False)
+    assert result["codes"] == ["CKPT-RECIPE"]
+    assert of_area(result, "checkpoint")[0].startswith(
+        f"train.steps must be >= 4, the step of {run}/step_00000004, got 3;"
+    )
+    (tmp_path / "other.jsonl").write_text((recipe.parent / "corpus.jsonl").read_text().replace("a", "b"))
+    result = examine(recipe, [f"data.source={tmp_path}/other.jsonl"], probe=False)
+    assert result["codes"] == ["CKPT-RECIPE"]
+    assert "data.source and data.tokenizer must give the samples of" in of_area(result, "checkpoint")[0]
+
+
+@pytest.mark.parametrize("content", [None, "{:", "[]"])
+def test_a_run_without_its_recipe_is_red(trained, content):
+    recipe, run = trained
+    saved = run / "recipe.yaml"
+    before = saved.read_text()
+    saved.unlink() if content is None else saved.write_text(content)
+    try:
+        result = examine(recipe, probe=False)
+    finally:
+        saved.write_text(before)
+    assert result["codes"] == ["CKPT-RECIPE"]
+    assert f"{saved} must hold the run's recipe, got " in of_area(result, "checkpoint")[0]
+
+
+def test_steps_that_were_skipped_are_read(tmp_path):
+    def micro_batch(index, loss_sum, **more):
+        ids = list(range(10 * index, 10 * index + 9))
+        part = {"rank": 0, "micro_batch": index, "sample_ids": ids, "seq_lens": [7] * 9, "tokens": 64}
+        return part | {"loss_sum": loss_sum} | more
+
+    def dump(step, *batches, norm=None, data="a"):
+        record = {"step": step, "grad_norm": norm, "data_fingerprint": data, "micro_batches": batches}
+        (tmp_path / f"bad_step_{step:08d}.json").write_text(json.dumps(record))
+
+    def last():
+        *_, check = bad_step_checks(tmp_path, "a")
+        assert (check.area, check.level, check.code) == ("skipped", "yellow", "LOSS-NAN")
+        return check.text
+
+    assert list(bad_step_checks(tmp_path, "a")) == []
+    dump(4, micro_batch(0, 2.0), micro_batch(1, "nan"))
+    assert last() == (
+        f"{tmp_path}/bad_step_00000004.json (of 1): loss and gradient of step 4 must be finite, got a loss of nan "
+        "in 1 of 2 micro-batches (rank 0, micro-batch 1, T=64, sample ids [10, 11, 12, 13, 14, 15, 16, 17, ... 9 in "
+        "all] of lengths [7, 7, 7, 7, 7, 7, 7, 7, ... 9 in all]); look at these samples, or lower train.learning_rate"
+    )
+    dump(5, micro_batch(0, "inf"), micro_batch(1, "nan"))
+    assert "a loss of inf in 2 of 2 micro-batches after a step that was skipped too, so the weights are to" in last()
+    dump(6, micro_batch(0, 2.0, gradient_finite=True), micro_batch(1, 3.0, gradient_finite=False))
+    assert "finite losses and a gradient that is not in 1 of 2 micro-batches (rank 0, micro-batch 1, T=64" in last()
+    dump(7, micro_batch(0, 2.0), micro_batch(1, 3.0), norm="inf", data="b")
+    assert "finite losses and a gradient norm of inf over 2 micro-batches (rank 0, micro-batch 0, T=64" in last()
+    assert last().endswith("; lower train.learning_rate; the ids are of another token store than the recipe's")
+    (tmp_path / "bad_step_00000008.json").write_text('{"step": 8}')
+    assert last().endswith("the file must be what training writes, got KeyError ('micro_batches'); delete it")
+    assert len(list(bad_step_checks(tmp_path, "a"))) == 3
+
+
+def test_the_doctor_says_that_steps_were_skipped(trained):
+    recipe, run = trained
+    (run / "bad_step_00000002.json").write_text("{}")
+    try:
+        result = examine(recipe, probe=False)
+    finally:
+        (run / "bad_step_00000002.json").unlink()
+    assert (result["worst"], result["codes"]) == ("yellow", ["LOSS-NAN"])
 
 
 def test_python_and_packages_that_do_not_belong_together():

@@ -191,6 +191,7 @@ def test_lengths_in_another_order_than_the_rows():
         (np.array([5, -1, 3]), "LEN-ZERO"),
         (np.array([5.0, 4, 3]), "LEN-DTYPE"),
         (np.array([7, 4, 3]), "LEN-WRONG"),
+        (np.array([]), "LEN-SHAPE"),
         (np.array([9, 4, 3]), "LEN-SHAPE"),
         (np.array([1, 1, 1, 1, 1]), "LEN-SHAPE"),
     ],
@@ -229,19 +230,84 @@ def test_files_of_several_batches(tmp_path):
     ("name", "content", "message"),
     [
         ("a.npz", b"nothing", "must be a NumPy .npz"),
-        ("a.jsonl", b"[1, 2]\n", "must be a JSON object of lists"),
+        ("a.npz", b"", "must be a NumPy .npz"),
+        ("a.jsonl", b"\n\n", "must hold a batch"),
         ("a.jsonl", b"", "must hold a batch"),
         ("a.bin", b"", "must end with"),
-        ("a.jsonl", b'{"labels": [1]}\n', "must have the column input_ids"),
-        ("a.jsonl", b'{"input_ids": [1, 2], "labels": [1]}\n', "must be as large as input_ids"),
-        ("a.jsonl", b'{"input_ids": [1.5]}\n', "must be integers"),
     ],
 )
-def test_files_that_are_no_batches(tmp_path, name, content, message):
+def test_files_that_hold_no_batch(tmp_path, name, content, message):
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(DataError, match=message):
         lint_file(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "message"),
+    [
+        (b"[1, 2]", "DATA-SOURCE", "must be a JSON object of lists, got .* in .*a.jsonl line 2; mend or remove"),
+        (b'{"input_ids": [1, 2', "DATA-SOURCE", "must be a JSON object of lists"),
+        (b'{"input_ids": [[1, 2], [3]]}', "DATA-SOURCE", "must be a JSON object of lists"),
+        ('{"text": "\xe9"}'.encode("latin-1"), "DATA-SOURCE", "must be a JSON object of lists"),
+        (b'{"labels": [1]}', "LEN-LOST", "must have the column input_ids"),
+        (b'{"input_ids": [1, 2], "labels": [1]}', "DATA-SOURCE", "must be as large as input_ids"),
+        (b'{"input_ids": [1.5]}', "DATA-SOURCE", "must be integers"),
+        (b'{"input_ids": [1, null]}', "DATA-SOURCE", "must be integers"),
+        (b'{"input_ids": [], "cu_seqlens": [0]}', "DATA-SOURCE", "must hold a token"),
+    ],
+)
+def test_one_batch_that_cannot_be_read_hides_no_other(tmp_path, line, code, message):
+    good = json.dumps({name: value.tolist() for name, value in packed().items()}).encode()
+    shifted = {"input_ids": list(range(9)), "labels": [*range(2, 9), IGNORE_INDEX, IGNORE_INDEX]}
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\n".join([good, line, json.dumps(shifted).encode()]))
+    result = lint_file(tmp_path / "a.jsonl")
+    assert (result["batches"], [(row["batch"], row["code"]) for row in result["findings"]]) == (
+        3,
+        [("2", code), ("3", "LABEL-SHIFT")],
+    )
+    assert re.search(message, result["findings"][0]["text"])
+
+
+def test_an_array_that_cannot_be_read_hides_no_other_batch(tmp_path):
+    ragged = np.array([[1, 2], [3]], dtype=object)
+    np.savez(tmp_path / "a.npz", **{"0/input_ids": ragged, "1/input_ids": TOKENS, "1/labels": np.roll(TOKENS, -2)})
+    assert lint_file(tmp_path / "a.npz")["codes"] == {"DATA-SOURCE": 1, "LABEL-SHIFT": 1}
+    np.savez(tmp_path / "b.npz", input_ids=np.arange(10_000))
+    content = bytearray((tmp_path / "b.npz").read_bytes())
+    content[500] ^= 1
+    (tmp_path / "b.npz").write_bytes(content)
+    (finding,) = lint_file(tmp_path / "b.npz")["findings"]
+    assert "must be a NumPy .npz of plain arrays, got Bad CRC-32" in finding["text"]
+
+
+@pytest.mark.parametrize("told", ["mask", "mask and lengths", "pad id alone"])
+def test_a_mask_the_other_way_round(told):
+    batch = in_rows()
+    kept = batch["input_ids"] != PAD
+    batch["attention_mask"] = (~kept).astype(np.int64)
+    if told != "mask and lengths":
+        del batch["seq_lens"]
+    if told == "pad id alone":
+        del batch["labels"]
+    assert codes(batch) == ["MASK-INVERTED"]
+
+
+def test_another_number_for_no_target():
+    batch = packed()
+    batch["labels"] = np.where(batch["labels"] == IGNORE_INDEX, -1, batch["labels"])
+    (finding,) = lint_batch(batch)
+    assert finding.code == "LABEL-WRONG"
+    where, _, advice = finding.text.partition("; ")
+    assert where == "labels[0, 4] must be a token id, or -100 where there is no target, got -1 (7 such places)"
+    assert advice == "write -100, or dump the loss_mask too"
+    assert codes(batch | {"loss_mask": batch["labels"] != -1}) == []
+
+
+def test_labels_of_another_batch_are_not_called_shifted():
+    batch = packed()
+    batch["labels"] = np.where(batch["labels"] == IGNORE_INDEX, IGNORE_INDEX, np.arange(16) * 7 % 5 + 40)
+    assert codes(batch) == ["LABEL-WRONG"]
 
 
 def test_a_missing_file(tmp_path):

@@ -254,10 +254,12 @@ def test_where_a_failed_alignment_begins_is_on_its_page(tmp_path, no_pictures):
         "rungs": rungs,
         "code": "LEN-ORDER",
         "text": "two samples, layer 0, k: out of order",
+        "remedy": "Sort ids.",
     }
     result = align_result(small_difference(), passed=False, first_failed_step=2) | {"bisect": found}
     text = Page(write_align_report(result, tmp_path / "align.html").read_text()).text
-    assert "Where it begins LEN-ORDER two samples, layer 0, k: out of order" in text
+    where = "Where it begins LEN-ORDER two samples, layer 0, k: out of order"
+    assert f"{where} Sort ids. More: ms-varlen doctor --explain LEN-ORDER" in text
     assert "one sample of a fixed length no two samples forward" in text
 
 

@@ -1,55 +1,40 @@
 """Alignment: the recipe's mode against dense padded attention, on the same samples, weights and seed.
 
 The padded side shares nothing with `varlen_attention`: rows of one sample, a causal and length mask, plain operators.
-It lays out the very steps of the recipe's plan, in as many micro-batches of `DENSE_ROWS` rows as they need. A wrong
-length, mask, position or label shows as a difference of the loss. In fp32 the bound is far below the 1e-3 that users
-ask for, since a tight bound is what finds a wrong length.
+It lays out the very steps of the recipe's plan, in as many micro-batches as they need. A wrong length, mask, position
+or label shows as a difference of the loss. In fp32 the bound is far below the 1e-3 that users ask for, since a tight
+bound is what finds a wrong length. Before anything is compiled, the full mask is compared with the compressed one.
 """
 
-import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from ms_varlen.checkpoint.same_data import check_data
 from ms_varlen.checkpoint.store import load_checkpoint, read_manifest
-from ms_varlen.data.dataset import MicroBatches
-from ms_varlen.data.layouts import IGNORE_INDEX, Layout
 from ms_varlen.data.store import Progress
+from ms_varlen.diagnose.align_sides import Side, dense_side, other_side, parts_of_other
 from ms_varlen.diagnose.bisection import bisect
+from ms_varlen.diagnose.compressed_mask import check_compressed_mask
 from ms_varlen.errors import RecipeError
-from ms_varlen.graph.shapes import TokenShapes, round_up
-from ms_varlen.lengths import SeqLens
-from ms_varlen.ops.dense_attention import declared_dense_columns, dense_attention, dense_columns
 from ms_varlen.planning.epoch_plan import PlanState
-from ms_varlen.planning.windows import divisor_boundaries
 from ms_varlen.train.device import ASCEND, set_up_device
-from ms_varlen.train.graphs import AttentionPath, TrainingGraphs, compile_graphs
+from ms_varlen.train.graphs import compile_graphs
 from ms_varlen.train.loop import ids_hash, resumed_state
 from ms_varlen.train.recipe import Recipe
 from ms_varlen.train.schedule import learning_rate
 from ms_varlen.train.workload import Workload, prepare
 
-DENSE_ROWS = 4
-"""Rows of a micro-batch on the padded side."""
-
-MOST_SEGMENTS = 128
-"""Of a micro-batch on another side than the padded one."""
-
 LOSS_TOLERANCE = {"CPU": 2e-5, ASCEND: 1e-3}
 """Largest difference of the loss by device (fp32 on a CPU, bf16 products on an NPU), where the noise is below it."""
-
-Mode = Literal["padded", "bucketed", "packed", "varlen"]
 
 LOOSEST = 1e-3
 NOISE_STEPS, NOISE_MULTIPLE = 3, 40
 """The noise floor is what rounding alone does: the other side's loss with its rows in another order, at equal weights.
 Over 100 steps two healthy trainings drift apart by some ten times of it."""
-
-AGAINST: tuple[Mode, ...] = ("padded", "bucketed", "packed", "varlen")
 
 GRADIENT_TOLERANCE = {"CPU": 1e-5, ASCEND: 2e-2}
 """Largest relative difference of the first step's gradients, by device."""
@@ -87,61 +72,106 @@ def align(
         were done before, and `bisect`, where the first failed step begins to differ; None where none failed.
     Raises:
         RecipeError: a tolerance that is not positive, or no such layout.
+        VarlenError: the compressed mask does not mean the full one.
     """
     begin = time.perf_counter()
     if tolerance is not None and not tolerance > 0:
         raise RecipeError([f"--tolerance: must be > 0, got {tolerance}; leave it out to measure the noise"], "align")
     workload = prepare(recipe, progress)
+    check_compressed_mask(workload.store.train.longest)
     target = set_up_device(recipe.device, recipe.graph)
-    ours, padded = Side(workload, target, None), Side(*other_side(workload, target, against))
-    compile_graphs(recipe.graph, ours.graphs, padded.graphs)
-    place, done = _begin(workload, start_from, ours, padded)
-    limit = LOSS_TOLERANCE[target] if tolerance is None else tolerance
-
-    noise, found = 0.0, None
-    losses: list[tuple[float, float]] = []
-    gradients: list[tuple[float, str]] = []
+    ours, other = Side(workload, target, None), Side(*other_side(workload, target, against))
+    compile_graphs(recipe.graph, ours.graphs, other.graphs)
+    place, done = _begin(workload, start_from, ours, other)
+    comparison = Comparison(ours, other, against, tolerance)
     hashes = []
     for step, (state, plan) in enumerate(workload.plan_steps(place, steps), start=1):
         parts = [plan.micro_batch(state.step, m) for m in range(recipe.batch.micro_batches)]
-        ids = plan.step_ids(state.step)
-        rows = _parts_of_other(ids, workload.store.train.lengths, padded.workload.layout)
-        supervised_ours = ours.accumulate(parts)
-        if tolerance is None and step <= NOISE_STEPS:
-            noise = max(noise, padded.noise(rows))
-            limit = min(max(limit, NOISE_MULTIPLE * noise), max(LOOSEST, LOSS_TOLERANCE[target]))
-        supervised = supervised_ours, padded.accumulate(rows)
-        gradients.append(gradient_difference(ours.graphs.gradients(), padded.graphs.gradients()))
-        if step > 1 and not gradients[-1][0] <= LATER_GRADIENT_TOLERANCE[target]:
-            expected = padded.gradients_at(ours.graphs.model_weights(), rows)
-            gradients[-1] = gradient_difference(ours.graphs.gradients(), expected)
-            padded.accumulate(rows)
-        losses.append((ours.loss(supervised[0]), padded.loss(supervised[1])))
-        gradient_limit = (GRADIENT_TOLERANCE if step == 1 else LATER_GRADIENT_TOLERANCE)[target]
-        if found is None and not (abs(losses[-1][0] - losses[-1][1]) <= limit and gradients[-1][0] <= gradient_limit):
-            found = _where_it_begins(ours, parts, padded, rows, against)
-        rate = learning_rate(recipe.train, done + step)
-        ours.apply(rate, supervised[0])
-        padded.apply(rate, supervised[1])
-        hashes.append(ids_hash(ids))
-        on_step(step, *losses[-1])
+        comparison.step(parts, learning_rate(recipe.train, done + step))
+        hashes.append(ids_hash(plan.step_ids(state.step)))
+        on_step(step, *comparison.losses[-1])
     return {
         "recipe": recipe.checkpoint.output_dir.name,
         "mode": recipe.mode,
         "steps": steps,
         "first_step": done,
-        **compare(losses, gradients, limit, GRADIENT_TOLERANCE[target], LATER_GRADIENT_TOLERANCE[target]),
-        "against": against,
-        "noise_floor": noise if tolerance is None else None,
-        "bisect": found,
+        **comparison.result(),
         "sample_ids_sha256": hashes,
         "versions": ours.graphs.versions,
         "seconds": round(time.perf_counter() - begin, 1),
     }
 
 
+class Comparison:
+    """Two sides, trained step by step on the same samples and compared in each.
+
+    Args:
+        ours: the recipe's side.
+        other: what it is compared with, of the layout `against`.
+        tolerance: largest difference of the loss; None measures the noise floor.
+    Attributes:
+        losses: of both sides, by step.
+    """
+
+    def __init__(self, ours: Side, other: Side, against: str, tolerance: float | None):
+        self._ours, self._other, self._against = ours, other, against
+        self._limit = LOSS_TOLERANCE[ours.target] if tolerance is None else tolerance
+        self._noise: float | None = 0.0 if tolerance is None else None
+        self._gradients: list[tuple[float, str]] = []
+        self._found: dict[str, Any] | None = None
+        self.losses: list[tuple[float, float]] = []
+
+    def step(self, parts: list[np.ndarray], rate: float) -> None:
+        """Compute a step's losses and gradients on both sides, compare them, and apply them.
+
+        Args:
+            parts: sample ids of the micro-batches of the recipe's side.
+            rate: learning rate.
+        """
+        ours, other = self._ours, self._other
+        rows = parts_of_other(np.concatenate(parts), ours.workload.store.train.lengths, other.workload.layout)
+        supervised_ours = ours.accumulate(parts)
+        if self._noise is not None and len(self.losses) < NOISE_STEPS:
+            self._noise = max(self._noise, other.noise(rows))
+            loosest = max(LOOSEST, LOSS_TOLERANCE[ours.target])
+            self._limit = min(max(self._limit, NOISE_MULTIPLE * self._noise), loosest)
+        supervised_other = other.accumulate(rows)
+        self._gradients.append(self._gradient_difference(rows))
+        self.losses.append((ours.loss(supervised_ours), other.loss(supervised_other)))
+        if self._found is None and not self._within():
+            self._found = _where_it_begins(ours, parts, other, rows, self._against)
+        ours.apply(rate, supervised_ours)
+        other.apply(rate, supervised_other)
+
+    def _gradient_difference(self, rows: list[np.ndarray]) -> tuple[float, str]:
+        """Of what both sides have accumulated; at equal weights where a later step's is beyond its limit."""
+        ours, other = self._ours.graphs, self._other
+        found = gradient_difference(ours.gradients(), other.graphs.gradients())
+        if self.losses and not found[0] <= LATER_GRADIENT_TOLERANCE[self._ours.target]:
+            found = gradient_difference(ours.gradients(), other.gradients_at(ours.model_weights(), rows))
+            other.accumulate(rows)
+        return found
+
+    def _within(self) -> bool:
+        """Whether the last step is within all bounds; a NaN is not."""
+        limits = GRADIENT_TOLERANCE if len(self.losses) == 1 else LATER_GRADIENT_TOLERANCE
+        loss, loss_other = self.losses[-1]
+        return abs(loss - loss_other) <= self._limit and self._gradients[-1][0] <= limits[self._ours.target]
+
+    def result(self) -> dict[str, Any]:
+        """What `align` returns of the steps."""
+        target = self._ours.target
+        limits = self._limit, GRADIENT_TOLERANCE[target], LATER_GRADIENT_TOLERANCE[target]
+        return {
+            **compare(self.losses, self._gradients, *limits),
+            "against": self._against,
+            "noise_floor": self._noise,
+            "bisect": self._found,
+        }
+
+
 def _where_it_begins(
-    ours: "Side", parts: list[np.ndarray], other: "Side", other_parts: list[np.ndarray], against: str
+    ours: Side, parts: list[np.ndarray], other: Side, other_parts: list[np.ndarray], against: str
 ) -> dict[str, Any]:
     """Both sides of a failed step against dense padded rows, which share nothing with either: the recipe's first."""
     weights = ours.graphs.model_weights()
@@ -156,7 +186,7 @@ def _where_it_begins(
     return found | {"text": words}
 
 
-def _begin(workload: Workload, start_from: Path | None, *sides: "Side") -> tuple[PlanState, int]:
+def _begin(workload: Workload, start_from: Path | None, *sides: Side) -> tuple[PlanState, int]:
     """The place in the plan to begin at and the steps done before, with the sides' weights and moments as they were."""
     if start_from is None:
         return workload.plans.start(), 0
@@ -233,117 +263,3 @@ def _relative(difference: float, scale: float) -> float:
     if difference == 0:
         return 0.0
     return difference / scale if np.isfinite(difference) and 0 < scale < np.inf else np.inf
-
-
-@dataclasses.dataclass
-class Side:
-    """One of the two trainings."""
-
-    workload: Workload
-    target: str
-    attention: AttentionPath | None
-
-    def __post_init__(self):
-        store = self.workload.store
-        self.graphs = TrainingGraphs(self.workload, self.target, self.attention)
-        self._batches = MicroBatches(store.train, self.workload.layout, store.pad_id, self.graphs.attention.columns)
-        self._loss_sum = 0.0
-
-    def accumulate(self, parts: list[np.ndarray]) -> int:
-        """Add the gradient of micro-batches of sample ids; the number of supervised tokens."""
-        supervised = 0
-        self._loss_sum = 0.0
-        for ids in parts:
-            columns = self._batches.columns(ids)
-            self._loss_sum += float(self.graphs.accumulate(columns).asnumpy())
-            supervised += int((columns["labels"] != IGNORE_INDEX).sum())
-        return supervised
-
-    def gradients_at(self, weights: dict[str, np.ndarray], parts: list[np.ndarray]) -> dict[str, np.ndarray]:
-        """Gradient sums of micro-batches at other weights; this side's own weights stay, its accumulators are empty."""
-        own = self.graphs.model_weights()
-        self.graphs.clear_gradients()
-        self.graphs.set_weights(weights)
-        self.accumulate(parts)
-        gradients = self.graphs.gradients()
-        self.graphs.clear_gradients()
-        self.graphs.set_weights(own)
-        return gradients
-
-    def noise(self, parts: list[np.ndarray]) -> float:
-        """How much the loss of micro-batches moves when their samples change places; the accumulators stay empty."""
-        losses = []
-        for chosen in (parts, _in_other_places(parts, self.workload.layout)):
-            supervised = self.accumulate(chosen)
-            self.graphs.clear_gradients()
-            losses.append(self.loss(max(supervised, 1)))
-        return abs(losses[0] - losses[1])
-
-    def loss(self, supervised: int) -> float:
-        """The loss per supervised token of what was accumulated."""
-        return self._loss_sum / supervised
-
-    def apply(self, rate: float, supervised: int) -> None:
-        """Apply the step."""
-        self.graphs.apply(rate, supervised, self._loss_sum)
-
-
-def dense_side(workload: Workload, target: str) -> tuple[Workload, str, AttentionPath]:
-    """The workload laid out as dense padded rows."""
-    recipe = workload.recipe
-    divisor = recipe.shapes.divisor
-    longest = round_up(recipe.model.seq_length, divisor)
-    # At least two sizes, since a range must be open.
-    shapes = TokenShapes(
-        "range", DENSE_ROWS * divisor, DENSE_ROWS * max(longest, 2 * divisor), DENSE_ROWS * divisor, DENSE_ROWS
-    )
-    row_lengths = tuple(divisor_boundaries(longest, divisor).tolist())
-    layout = Layout("padded", shapes, longest, rows=DENSE_ROWS, row_lengths=row_lengths)
-    path = AttentionPath(dense_attention, _row_mask, lambda _: declared_dense_columns(), "dense")
-    return dataclasses.replace(workload, shapes=shapes, layout=layout), target, path
-
-
-def _row_mask(lens: SeqLens) -> dict[str, np.ndarray]:
-    rows = lens.segment_lens.size
-    return dense_columns(lens.seq_lens, rows, lens.tokens // rows)
-
-
-def other_side(workload: Workload, target: str, mode: str) -> tuple[Workload, str, AttentionPath | None]:
-    """The workload laid out in a mode that is compared with the recipe's; None is the attention of `varlen_attention`.
-
-    Raises:
-        RecipeError: no such mode.
-    """
-    modes = dict(zip(AGAINST, AGAINST, strict=True))
-    if mode not in modes:
-        raise RecipeError([f"--against: must be one of {', '.join(AGAINST)}, got {mode}"], "align")
-    dense, _, path = dense_side(workload, target)
-    if mode == "padded":
-        return dense, target, path
-    shapes = dataclasses.replace(dense.shapes, divisor=workload.shapes.divisor, max_segments=MOST_SEGMENTS)
-    row_lengths = dense.layout.row_lengths if mode == "bucketed" else ()
-    layout = Layout(modes[mode], shapes, dense.layout.seq_length, row_lengths=row_lengths)
-    return dataclasses.replace(workload, shapes=shapes, layout=layout), target, None
-
-
-def _in_other_places(parts: list[np.ndarray], layout: Layout) -> list[np.ndarray]:
-    """The same samples in another order, rows also in other micro-batches: sums over them are rounded otherwise."""
-    if not layout.row_lengths:
-        return [ids[::-1] for ids in parts]
-    return np.array_split(np.roll(np.concatenate(parts), DENSE_ROWS // 2), len(parts))
-
-
-def _parts_of_other(ids: np.ndarray, lengths: np.ndarray, layout: Layout) -> list[np.ndarray]:
-    """A step's samples in micro-batches of another layout: rows of like length, or as many as T holds."""
-    if layout.row_lengths:
-        ids = ids[np.argsort(lengths[ids], kind="stable")]  # which computes fewer pads
-        return [ids[start : start + DENSE_ROWS] for start in range(0, ids.size, DENSE_ROWS)]
-    if layout.mode == "packed":
-        ids = ids[np.argsort(-np.asarray(lengths)[ids], kind="stable")]
-    capacity, parts = DENSE_ROWS * layout.seq_length, [[int(ids[0])]]
-    for sample in ids[1:].tolist():
-        full = int(lengths[parts[-1]].sum()) + int(lengths[sample]) > capacity
-        if full or len(parts[-1]) == MOST_SEGMENTS // 2:
-            parts.append([])
-        parts[-1].append(sample)
-    return [np.array(part) for part in parts]

@@ -14,11 +14,13 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
+from ms_varlen.catalogue import explain
 from ms_varlen.data.dataset import Columns, MicroBatches
 from ms_varlen.data.layouts import IGNORE_INDEX, Layout
 from ms_varlen.data.samples import ArraySamples
 from ms_varlen.diagnose.attention_faults import name_attention_fault
 from ms_varlen.diagnose.lint import lint_batch
+from ms_varlen.diagnose.lint_columns import Finding
 from ms_varlen.errors import VarlenError
 from ms_varlen.graph.shapes import TokenShapes, round_up
 from ms_varlen.lengths import SeqLens
@@ -86,7 +88,8 @@ def bisect(
         ours, padded: the two attentions.
     Returns:
         `rung` and `stage` where they differ (None where no rung does), `rungs` (all that were tried), `sample`, its
-        `length`, the `lengths` around it, `layer`, `tensor`, `code` of the catalogue, and `text`, all of it in words.
+        `length`, the `lengths` around it, `layer`, `tensor`, `code` of the catalogue, `text`, all of it in words, and
+        the code's `remedy`.
     """
     before = ms.get_context("mode")
     ms.set_context(mode=ms.PYNATIVE_MODE)
@@ -106,13 +109,14 @@ def bisect(
             "rungs": tried,
             "code": "LOSS-DIFFERS",
             "text": "no batch differs at equal weights: drift",
+            "remedy": explain("LOSS-DIFFERS").remedy,
         }
     finally:
         ms.set_context(mode=before)
 
 
 def _report(tried: list[dict[str, Any]], batch: Batch, where: dict[str, Any]) -> dict[str, Any]:
-    return {"rung": batch.rung, "rungs": tried, **where}
+    return {"rung": batch.rung, "rungs": tried, **where, "remedy": explain(where["code"]).remedy}
 
 
 def _rungs(workload: Workload, parts: list[np.ndarray]) -> Iterator[tuple[Batch, np.ndarray]]:
@@ -154,12 +158,22 @@ def _compare(
         return "forward", found, expected
     if _first_tensor(found, expected) is not None:
         return "forward", found, expected
-    scale = max(float(np.linalg.norm(gradient)) for gradient in expected.gradients.values()) or 1.0
-    for name, gradient in expected.gradients.items():
-        size = max(float(np.linalg.norm(gradient)), 1e-3 * scale)
-        if not float(np.linalg.norm(found.gradients[name] - gradient)) <= GRADIENT_TOLERANCE * size:
-            return f"backward ({name})", found, expected
-    return None, found, expected
+    name = _worst_gradient(found.gradients, expected.gradients)
+    return (f"backward ({name})" if name else None), found, expected
+
+
+def _worst_gradient(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> str | None:
+    """The parameter whose gradient differs most for its size, the first that is not finite before it; None where all
+    agree.
+    """
+    norms = {name: float(np.linalg.norm(gradient)) for name, gradient in expected.items()}
+    floor = 1e-3 * (max(norms.values()) or 1.0)
+    differences = {
+        name: float(np.linalg.norm(found[name] - gradient)) / max(norms[name], floor)
+        for name, gradient in expected.items()
+    }
+    worst = max(differences, key=lambda name: np.nan_to_num(differences[name], nan=np.inf))
+    return None if differences[worst] <= GRADIENT_TOLERANCE else worst
 
 
 def _dense_layout(batch: Batch, divisor: int) -> Layout:
@@ -195,11 +209,10 @@ def _run(
 def _first_tensor(found: Outcome, expected: Outcome) -> tuple[int, str, int] | None:
     """(layer, tensor, place of the sample in the batch) of the first difference over samples' own tokens."""
     lengths = expected.columns["seq_lens"]
-    for layer, (ours, theirs) in enumerate(zip(found.layers, expected.layers, strict=True)):
+    for layer in range(len(expected.layers)):
         for tensor in TENSORS:
             for place, length in enumerate(lengths):
-                a = ours[tensor][found.lens.starts[place] : found.lens.starts[place] + length]
-                b = theirs[tensor][expected.lens.starts[place] : expected.lens.starts[place] + length]
+                a, b = (_of_tensor(side, layer, tensor, place, int(length)) for side in (found, expected))
                 if a.shape != b.shape or not np.abs(a - b).max() <= TENSOR_TOLERANCE * max(np.abs(b).max(), 1.0):
                     return layer, tensor, place
     return None
@@ -213,7 +226,10 @@ def _locate(batch: Batch, ids: np.ndarray, found: Outcome, expected: Outcome, st
         place, tensor, code, detail = _name_loss_fault(found, expected, stage)
         return _where(batch, ids, place, None, tensor, lengths, code, detail)
     layer, tensor, place = first
-    if layer == 0 and tensor == "v":
+    values = _of_tensor(found, layer, tensor, place, lengths[place])
+    if not np.isfinite(values).all():
+        code, detail = "LOSS-NAN", f"{int((~np.isfinite(values)).sum())} of {values.size} values are not finite"
+    elif layer == 0 and tensor == "v":
         code, detail = _name_token_fault(place, found, expected)
     elif layer == 0 and tensor in ("q", "k"):
         code, detail = "POS-RESET", "the tokens agree, their positions do not"
@@ -235,6 +251,11 @@ def _locate(batch: Batch, ids: np.ndarray, found: Outcome, expected: Outcome, st
     return _where(batch, ids, place, layer, tensor, lengths, code, detail)
 
 
+def _of_tensor(outcome: Outcome, layer: int, tensor: str, place: int, length: int) -> np.ndarray:
+    start = int(outcome.lens.starts[place])
+    return outcome.layers[layer][tensor][start : start + length]
+
+
 def _of_sample(outcome: Outcome, column: str, place: int, length: int) -> np.ndarray:
     start = int(outcome.lens.starts[place])
     return outcome.columns[column][start : start + length]
@@ -242,22 +263,49 @@ def _of_sample(outcome: Outcome, column: str, place: int, length: int) -> np.nda
 
 def _name_loss_fault(found: Outcome, expected: Outcome, stage: str) -> tuple[int | None, str, str, str]:
     """(place of the sample, tensor, code, words) where all layers agree: the labels, or nothing that is known."""
+    outside = int((found.columns["labels"][~found.lens.real_mask] != IGNORE_INDEX).sum())
+    if outside:
+        return None, "labels", "LABEL-PAD", f"{outside} targets lie in padding, which must have none"
     finding = next(iter(lint_batch(_lintable(found.columns))), None)
-    tensor = "loss" if stage == "forward" else "gradient"
     for place, length in enumerate(expected.lens.seq_lens.tolist()):
-        ours, theirs = (_of_sample(side, "labels", place, length) for side in (found, expected))
+        ours, theirs, ids = (
+            _of_sample(side, column, place, length)
+            for side, column in ((found, "labels"), (expected, "labels"), (expected, "input_ids"))
+        )
         if not np.array_equal(ours, theirs):
-            i = int(np.argmax(ours != theirs))
-            says = "no target" if ours[i] == IGNORE_INDEX else f"target {ours[i]}"
-            must = "none" if theirs[i] == IGNORE_INDEX else f"{theirs[i]}"
-            differ = int((ours != theirs).sum())
-            detail = f"token {i} of the sample has {says}, must have {must} ({differ} of {length} differ)"
-            # A target that is gone looks like a masked prompt: the linter cannot know.
-            code = finding.code if finding else "LABEL-WRONG"
-            return place, "labels", code, f"{detail}; {finding.text}" if finding else detail
+            return place, "labels", *_name_label_fault(ours, theirs, ids, finding)
+    tensor = "loss" if stage == "forward" else "gradient"
     if finding:
         return None, tensor, finding.code, finding.text
-    return None, tensor, "LOSS-DIFFERS", f"all layers agree, the {tensor} does not"
+    if stage == "forward":
+        code = "LOSS-DIFFERS" if np.isfinite(found.loss) else "LOSS-NAN"
+        return (
+            None,
+            tensor,
+            code,
+            f"all layers agree, the loss ({found.loss:.6g}, must be {expected.loss:.6g}) does not",
+        )
+    name = stage.removeprefix("backward (").removesuffix(")")
+    bad = int((~np.isfinite(found.gradients[name])).sum())
+    if bad:
+        return None, tensor, "LOSS-NAN", f"all layers agree, {bad} values of the gradient of {name} are not finite"
+    return None, tensor, "LOSS-DIFFERS", f"all layers agree, the gradient does not, most of all that of {name}"
+
+
+def _name_label_fault(
+    ours: np.ndarray, theirs: np.ndarray, ids: np.ndarray, finding: Finding | None
+) -> tuple[str, str]:
+    """(code, words) for the labels of a sample that are not what they must be."""
+    i = int(np.argmax(ours != theirs))
+    says = "no target" if ours[i] == IGNORE_INDEX else f"target {ours[i]}"
+    must = "none" if theirs[i] == IGNORE_INDEX else f"{theirs[i]}"
+    differ = int((ours != theirs).sum())
+    detail = f"token {i} of the sample has {says}, must have {must} ({differ} of {ours.size} differ)"
+    targets = ours != IGNORE_INDEX
+    if targets.any() and np.array_equal(ours[targets], ids[targets]):
+        return "LABEL-SHIFT", f"{detail}; each target is the token itself: labels were not shifted"
+    # A target that is gone looks like a masked prompt: the linter cannot know.
+    return (finding.code, f"{detail}; {finding.text}") if finding else ("LABEL-WRONG", detail)
 
 
 def _name_token_fault(place: int, found: Outcome, expected: Outcome) -> tuple[str, str]:

@@ -4,22 +4,25 @@ What fails stops what stands on it: without a recipe no data is read, without a 
 that is not green has a code of the catalogue.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
-from ms_varlen.checkpoint.run_dir import RECIPE_FILE, changed_keys, run_folders
-from ms_varlen.checkpoint.store import CorruptCheckpointError, list_checkpoints, load_checkpoint, read_manifest
-from ms_varlen.data.dataset import MicroBatches
+from ms_varlen.checkpoint.run_dir import RECIPE_FILE
+from ms_varlen.data.dataset import Columns, MicroBatches
+from ms_varlen.data.layouts import check_micro_batch
 from ms_varlen.data.store import Progress
+from ms_varlen.diagnose.compressed_mask import check_compressed_mask
+from ms_varlen.diagnose.doctor_checkpoint import checkpoint_checks
 from ms_varlen.diagnose.doctor_environment import environment_checks
 from ms_varlen.diagnose.findings import GREEN, RED, YELLOW, Check, worst
 from ms_varlen.diagnose.folders import folder_fault
 from ms_varlen.diagnose.lint import lint_batch
-from ms_varlen.errors import VarlenError
+from ms_varlen.diagnose.lint_columns import Finding
+from ms_varlen.errors import RecipeError, VarlenError
 from ms_varlen.train.epoch_numbers import epoch_batches
 from ms_varlen.train.recipe import Recipe, load_recipe
 from ms_varlen.train.workload import Workload, describe_plan, prepare
@@ -61,7 +64,7 @@ def examine(
     """Look at everything that a run of a recipe depends on.
 
     Args:
-        path: the recipe.
+        path: the recipe, or the folder of a run, whose recipe and checkpoints are looked at.
         overrides: ``section.key=value``.
         full: look at every micro-batch of the first epoch instead of a sample of them.
         for_ascend: check the limits of the NPU's attention operator, wherever this runs.
@@ -84,7 +87,7 @@ def _all_checks(
 ) -> Iterator[Check]:
     yield from environment_checks(for_ascend)
     try:
-        recipe = load_recipe(path, overrides)
+        recipe = recipe_of(path, overrides)
     except VarlenError as error:
         yield from _refused("recipe", error)
         return
@@ -101,11 +104,26 @@ def _all_checks(
     yield from data_checks(workload)
     yield from batch_checks(workload, None if full else SAMPLED_MICRO_BATCHES)
     yield from plan_checks(workload)
-    yield from checkpoint_checks(recipe, workload.model_config.parameter_shapes())
+    yield from checkpoint_checks(recipe, workload.model_config.parameter_shapes(), workload.store.fingerprint)
     if probe:
         from ms_varlen.diagnose.doctor_probe import probe_checks
 
         yield from probe_checks(workload)
+
+
+def recipe_of(path: Path, overrides: Iterable[str]) -> Recipe:
+    """The recipe of a file, or of a run's folder, in which its checkpoints are then looked for.
+
+    Raises:
+        RecipeError: it cannot be read or has faults.
+    """
+    if (path / RECIPE_FILE).is_file():
+        overrides = [f"checkpoint.output_dir={json.dumps(str(path.absolute().parent))}", *overrides]
+        path = path / RECIPE_FILE
+    elif path.is_dir():
+        rule = f"RECIPE: must be a recipe in YAML, or the folder of a run with its {RECIPE_FILE}, got the folder {path}"
+        raise RecipeError([f"{rule}; name the recipe that was trained"], "doctor")
+    return load_recipe(path, overrides)
 
 
 def _refused(area: str, error: VarlenError) -> Iterator[Check]:
@@ -181,14 +199,29 @@ def batch_checks(workload: Workload, limit: int | None) -> Iterator[Check]:
     for index in range(looked_at):
         ids = plan.micro_batch(*divmod(index, workload.recipe.batch.micro_batches))
         try:
-            columns = batches.columns(ids)
+            finding = _batch_finding(workload, ids, batches.columns(ids))
         except VarlenError as error:
             yield Check("batches", RED, f"micro-batch {index} (sample ids {ids[:4].tolist()}...): {error}", error.code)
             return
-        for finding in lint_batch(columns):
+        if finding is not None:
             yield Check("batches", RED, f"micro-batch {index}: {finding.text}", finding.code)
             return
     yield Check("batches", GREEN, f"{looked_at:,} of {count:,} micro-batches hold what their lengths say")
+
+
+def _batch_finding(workload: Workload, ids: np.ndarray, columns: Columns) -> Finding | None:
+    """What the linter finds in a micro-batch, told which places are real.
+
+    Raises:
+        VarlenError: the micro-batch is not what the store has for these ids. It was checked when it was made; whatever
+            changed it afterwards shows here.
+    """
+    table, layout = workload.store.train, workload.layout
+    lengths, tokens = np.asarray(table.lengths[ids]), table.gather(ids)
+    lens, ends = layout.place(lengths), np.cumsum(lengths)
+    edges = tokens[[ends - lengths, ends - 1]]
+    check_micro_batch(columns, lens.starts, lengths, edges, layout.seq_length, layout.mode == "padded")
+    return next(iter(lint_batch({**columns, "attention_mask": lens.real_mask})), None)
 
 
 def plan_checks(workload: Workload) -> Iterator[Check]:
@@ -251,73 +284,8 @@ def segments_bound(workload: Workload) -> Check | None:
     )
 
 
-def checkpoint_checks(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Check]:
-    """What lies in the recipe's output folder, and whether a run would go on from it.
-
-    Args:
-        recipe: the recipe.
-        shapes: of the model's parameters, by name.
-    """
-    output_dir = recipe.checkpoint.output_dir
-    if isinstance(recipe.checkpoint.resume, Path):
-        yield from _checkpoint_check(recipe.checkpoint.resume, recipe, shapes)
-        return
-    runs = run_folders(output_dir, recipe.mode) if recipe.checkpoint.resume == "auto" else []
-    checkpoints = list_checkpoints(runs[-1]) if runs else []
-    if not checkpoints:
-        yield Check("checkpoint", GREEN, f"none of mode {recipe.mode} in {output_dir}; training begins at step 0")
-        return
-    yield from _checkpoint_check(checkpoints[-1], recipe, shapes)
-
-
-def _unloadable(path: Path, error: VarlenError) -> Check:
-    """A check that says what training would say, and the way out."""
-    text = str(error)
-    if isinstance(error, CorruptCheckpointError):
-        older = [other for other in list_checkpoints(path.parent) if other.name < path.name]
-        before = f"go on from the one before it with checkpoint.resume={older[-1]}, or " if older else ""
-        text += f"; {before}begin anew with checkpoint.resume=never"
-    return Check("checkpoint", RED, text, error.code or "CKPT-CORRUPT")
-
-
-def _checkpoint_check(path: Path, recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Check]:
-    try:
-        manifest = read_manifest(path)
-    except VarlenError as error:
-        yield _unloadable(path, error)
-        return
-    if manifest["mode"] != recipe.mode:
-        yield Check(
-            "checkpoint",
-            RED,
-            f"{path} must be of mode {recipe.mode}, got {manifest['mode']}; "
-            f"ckpt-tools convert --to {recipe.mode} {path} DST",
-            "CKPT-MODE",
-        )
-        return
-    saved = path.parent / RECIPE_FILE
-    changed = (
-        changed_keys(yaml.safe_load(saved.read_text(encoding="utf-8")), recipe.resolved())[0] if saved.is_file() else []
-    )
-    if changed:
-        yield Check(
-            "checkpoint",
-            RED,
-            f"the recipe must be that of {saved} to go on, got {'; '.join(changed)}; set back what changed, or "
-            "checkpoint.resume=never",
-            "CKPT-RECIPE",
-        )
-        return
-    try:
-        load_checkpoint(path, recipe.mode, shapes)
-    except VarlenError as error:
-        yield _unloadable(path, error)
-        return
-    yield Check("checkpoint", GREEN, f"every checksum fits; training goes on from {path}")
-
-
 def ascend_checks(recipe: Recipe) -> Iterator[Check]:
-    """The documented limits of FlashAttentionScore in TND; see `ops.ascend_attention`."""
+    """The documented limits of FlashAttentionScore in TND, and its compressed mask; see `ops.ascend_attention`."""
     from ms_varlen.ops.ascend_attention import MAX_SEGMENTS, ascend_faults
 
     config = recipe.model.config
@@ -326,18 +294,11 @@ def ascend_checks(recipe: Recipe) -> Iterator[Check]:
         faults.append(f"batch.max_segments must be <= {MAX_SEGMENTS} (TND), got {recipe.batch.max_segments}; lower it")
     for fault in faults:
         yield Check("ascend", RED, f"{fault}, in FlashAttentionScore (TND)", "ASCEND-LIMITS")
+    try:
+        check_compressed_mask(recipe.model.seq_length)
+    except VarlenError as error:
+        yield Check("ascend", RED, str(error), error.code)
+        return
     if not faults:
-        yield Check("ascend", GREEN, "head size, heads and segments are within FlashAttentionScore's documented limits")
-
-
-def exit_status(result: dict[str, Any]) -> int:
-    """1 when something is red."""
-    return int(result["worst"] == RED)
-
-
-def rows(result: dict[str, Any]) -> Sequence[tuple[str, str, str]]:
-    """(level, area, text with its code) of each check, for a table."""
-    return [
-        (check["level"], check["area"], check["text"] + (f" [{check['code']}]" if check["code"] else ""))
-        for check in result["checks"]
-    ]
+        text = "head size, heads, segments and compressed mask are as FlashAttentionScore's documentation asks"
+        yield Check("ascend", GREEN, text)

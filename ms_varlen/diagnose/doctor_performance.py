@@ -185,7 +185,7 @@ def _causes(recipe: Recipe, facts: dict[str, Any]) -> Iterator[Check]:
     yield _judged(
         facts["p99"] < 2 * facts["p50"] or facts["speedup_over_padded"] < SMALL_GAIN,
         f"P99 is {facts['p99']:.0f} tokens, the median {facts['p50']:.0f}; by FLOPs {facts['speedup_over_padded']:.2f} "
-        "times faster than rows padded to the batch maximum",
+        "times as fast as rows padded to the batch maximum",
         "P99 should be at least twice the median for varlen to pay; mode=padded may be as good",
         "PERF-SPREAD",
     )

@@ -26,6 +26,9 @@ from ms_varlen.data.layouts import IGNORE_INDEX
 from ms_varlen.diagnose.lint_columns import Finding, Rows, Segments, read_rows
 from ms_varlen.diagnose.lint_lengths import read_lengths
 
+MOSTLY = 0.5
+"""Labels are shifted twice where more than this share of them is the second token ahead."""
+
 
 def lint_batch(batch: Mapping[str, np.ndarray], pad_id: int | None = None) -> list[Finding]:
     """What is wrong with one batch, most telling first; nothing where all is well.
@@ -37,6 +40,14 @@ def lint_batch(batch: Mapping[str, np.ndarray], pad_id: int | None = None) -> li
         DataError: there is no `input_ids`, or a column of another shape or dtype.
     """
     rows = read_rows(batch, pad_id)
+    if _mask_is_inverted(rows):
+        return [
+            Finding(
+                "MASK-INVERTED",
+                "attention_mask must be 1 for tokens and 0 for padding, got 1 for padding alone; give the mask the "
+                "other way round",
+            )
+        ]
     findings, segments = read_lengths(batch, rows)
     if rows.positions is not None and not findings:
         if segments is None:
@@ -50,6 +61,16 @@ def lint_batch(batch: Mapping[str, np.ndarray], pad_id: int | None = None) -> li
     if rows.labels is not None and rows.supervised is not None:
         findings += _label_findings(rows, rows.labels, rows.supervised, segments)
     return findings
+
+
+def _mask_is_inverted(rows: Rows) -> bool:
+    """Whether targets, or the pad id, lie exactly where the mask says that they must not."""
+    if rows.kept is None:
+        return False
+    if rows.supervised is not None and rows.supervised.any() and not rows.kept.all():
+        return not (rows.supervised & rows.kept).any()
+    is_pad = rows.ids == rows.pad_id
+    return bool(rows.kept.any() and is_pad.any() and np.array_equal(rows.kept, is_pad) and not is_pad.all())
 
 
 def _restarts(rows: Rows, positions: np.ndarray) -> list[Segments]:
@@ -117,6 +138,15 @@ def _label_findings(
             "LABEL-NONE", "labels must have a target, got none in the whole batch; keep the answers when cutting"
         )
         return
+    no_ids = np.argwhere(supervised & (labels < 0))
+    if no_ids.size:
+        row, at = no_ids[0].tolist()
+        yield Finding(
+            "LABEL-WRONG",
+            f"labels[{row}, {at}] must be a token id, or {IGNORE_INDEX} where there is no target, got "
+            f"{int(labels[row, at])} ({len(no_ids)} such places); write {IGNORE_INDEX}, or dump the loss_mask too",
+        )
+        supervised = supervised & (labels >= 0)
     shift = _shift(rows, labels, supervised, segments)
     if shift == 2:
         yield Finding(
@@ -159,7 +189,7 @@ def _shift(rows: Rows, labels: np.ndarray, supervised: np.ndarray, segments: lis
                 hits += int((labels[row, at] == rows.ids[row, at + shift]).sum())
                 total += at.size
         fits.append(hits / total if total else 0.0)
-    if fits[2] > max(fits[:2]):
+    if fits[2] > max(*fits[:2], MOSTLY):
         return 2
     if fits[0] != fits[1]:
         return int(fits[1] > fits[0])

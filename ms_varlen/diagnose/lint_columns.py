@@ -75,7 +75,7 @@ def read_rows(batch: Mapping[str, np.ndarray], pad_id: int | None) -> Rows:
     """The token columns of a batch.
 
     Raises:
-        DataError: there is no `input_ids`, or a column of another shape or dtype.
+        DataError: there is no `input_ids`, none in it, or a column of another shape or dtype.
     """
     ids = _column(batch, "input_ids", "iub")
     ids = ids.reshape(1, -1) if ids.ndim == 1 else ids
@@ -100,6 +100,8 @@ def _column(batch: Mapping[str, np.ndarray], name: str, kinds: str) -> np.ndarra
             "LEN-LOST",
         )
     array = np.asarray(batch[name])
+    if array.size == 0:
+        raise DataError(f"{name} must hold a token, got shape {array.shape}; leave empty batches out")
     if array.ndim not in (1, 2) or array.dtype.kind not in kinds:
         what = "numbers" if "f" in kinds else "integers"
         raise DataError(

@@ -1,20 +1,27 @@
 """Batches that a loader dumped: read from a file, linted one by one.
 
 An ``.npz`` holds one batch (``input_ids``, ``labels``, ...) or several (``0/input_ids``, ``1/input_ids``, ...); a
-``.jsonl`` holds an object a line, lists of numbers by name.
+``.jsonl`` holds an object a line, lists of numbers by name. One batch that cannot be read is a finding, and the others
+are linted all the same.
 """
 
+import functools
 import json
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ms_varlen.diagnose.lint import lint_batch
+from ms_varlen.diagnose.lint_columns import Finding
 from ms_varlen.errors import DataError
+
+Reader = Callable[[], Mapping[str, np.ndarray]]
+"""Reads one batch; raises a DataError where it cannot."""
 
 HOW = """MindFormers (graph mode; `dataset` is the one that its Trainer builds):
     batches = {}
@@ -44,17 +51,15 @@ def lint_file(path: Path, pad_id: int | None = None, limit: int | None = None) -
     Returns:
         `batches` (how many were read), `findings` (a row each: `batch`, `code`, `text`) and `codes` (how often).
     Raises:
-        DataError: the file is none of these, or holds no batch.
+        DataError: the file is none of these, cannot be opened, or holds no batch.
     """
     findings: list[dict[str, Any]] = []
     count = 0
-    for name, batch in _batches(path):
+    for name, read in _batches(path):
         if limit is not None and count >= limit:
             break
         count += 1
-        findings += [
-            {"batch": name, "code": finding.code, "text": finding.text} for finding in lint_batch(batch, pad_id)
-        ]
+        findings += [{"batch": name, "code": finding.code, "text": finding.text} for finding in _lint(read, pad_id)]
     if count == 0:
         raise DataError(f"{path} must hold a batch, got none; dump one as `ms-varlen lint-batches --how` shows")
     codes: dict[str, int] = {}
@@ -63,43 +68,66 @@ def lint_file(path: Path, pad_id: int | None = None, limit: int | None = None) -
     return {"file": str(path), "batches": count, "pad_id": pad_id, "findings": findings, "codes": codes}
 
 
-def _batches(path: Path) -> Iterator[tuple[str, Mapping[str, np.ndarray]]]:
+def _lint(read: Reader, pad_id: int | None) -> list[Finding]:
+    try:
+        return lint_batch(read(), pad_id)
+    except DataError as error:
+        return [Finding(error.code or "DATA-SOURCE", str(error))]
+
+
+def _batches(path: Path) -> Iterator[tuple[str, Reader]]:
     if not path.is_file():
         raise DataError(f"FILE must be an existing file, got {path}; correct the path")
-    if path.suffix == ".npz":
+    suffix = path.suffix.lower()
+    if suffix == ".npz":
         return _npz_batches(path)
-    if path.suffix in (".jsonl", ".json"):
+    if suffix in (".jsonl", ".json"):
         return _json_batches(path)
     raise DataError(f"FILE must end with .npz or .jsonl, got {path.name}; dump batches as --how shows")
 
 
-def _npz_batches(path: Path) -> Iterator[tuple[str, Mapping[str, np.ndarray]]]:
+UNREADABLE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, NotImplementedError)
+"""What NumPy raises for a file that is cut off, damaged, or of something else than plain arrays."""
+
+
+def _npz_batches(path: Path) -> Iterator[tuple[str, Reader]]:
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            grouped: dict[str, dict[str, str]] = {}
-            for key in arrays.files:
-                numbered = re.fullmatch(r"(\d+)/(.+)", key)
-                batch, name = (numbered[1], numbered[2]) if numbered else ("0", key)
-                grouped.setdefault(batch, {})[name] = key
-            for batch in sorted(grouped, key=int):
-                yield batch, {name: arrays[key] for name, key in grouped[batch].items()}
-    except (zipfile.BadZipFile, ValueError) as error:
-        if isinstance(error, DataError):
-            raise
+        arrays = np.load(path, allow_pickle=False)
+    except UNREADABLE as error:
+        raise _no_npz(path, error) from error
+    with arrays:
+        grouped: dict[str, dict[str, str]] = {}
+        for key in arrays.files:
+            numbered = re.fullmatch(r"(\d+)/(.+)", key)
+            batch, name = (numbered[1], numbered[2]) if numbered else ("0", key)
+            grouped.setdefault(batch, {})[name] = key
+        for batch in sorted(grouped, key=int):
+            yield batch, functools.partial(_npz_batch, path, arrays, grouped[batch])
+
+
+def _npz_batch(path: Path, arrays: Mapping[str, np.ndarray], keys: dict[str, str]) -> dict[str, np.ndarray]:
+    try:
+        return {name: arrays[key] for name, key in keys.items()}
+    except UNREADABLE as error:
+        raise _no_npz(path, error) from error
+
+
+def _no_npz(path: Path, error: Exception) -> DataError:
+    return DataError(f"{path} must be a NumPy .npz of plain arrays, got {error}; dump it with numpy.savez")
+
+
+def _json_batches(path: Path) -> Iterator[tuple[str, Reader]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield str(number), functools.partial(_json_batch, f"{path} line {number}", line)
+
+
+def _json_batch(where: str, line: bytes) -> dict[str, np.ndarray]:
+    try:
+        entry = json.loads(line)
+        return {name: np.asarray(values) for name, values in entry.items() if isinstance(values, list)}
+    except (ValueError, AttributeError) as error:
         raise DataError(
-            f"{path} must be a NumPy .npz of plain arrays, got {error}; dump it with numpy.savez"
+            f"a line must be a JSON object of lists, got {error}, in {where}; mend or remove the line"
         ) from error
-
-
-def _json_batches(path: Path) -> Iterator[tuple[str, Mapping[str, np.ndarray]]]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-            batch = {name: np.asarray(values) for name, values in entry.items() if isinstance(values, list)}
-        except (ValueError, AttributeError) as error:
-            raise DataError(
-                f"a line must be a JSON object of lists, got {error}, in {path} line {number}; mend or remove the line"
-            ) from error
-        yield str(number), batch

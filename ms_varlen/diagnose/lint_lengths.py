@@ -152,6 +152,9 @@ def _key_findings(
 
 
 def _plain_findings(name: str, lengths: np.ndarray, rows: Rows, by_row: bool) -> Iterator[Finding]:
+    if lengths.size == 0:
+        yield Finding("LEN-SHAPE", f"{name} must have a length for each sample, got none; carry them with the tokens")
+        return
     if lengths.dtype.kind not in "iu":
         yield Finding("LEN-DTYPE", f"{name} must be integers (int32), got {lengths.dtype}; convert where they are made")
         return

@@ -83,8 +83,10 @@ FILE_FAULTS = {
     "a flipped byte in state.json": "CKPT-CORRUPT",
     "no optimizer.safetensors": "CKPT-CORRUPT",
     "a flipped byte in the token store": "DATA-STORE",
+    "other texts of the same lengths under a run": "CKPT-RECIPE",
+    "fewer steps than the checkpoint has": "CKPT-RECIPE",
 }
-"""Faults of files that a run left, and their codes."""
+"""Faults of files that a run left, or of what it would go on with, and their codes."""
 
 
 def find_in_recipe(recipe: Path, overrides: list[str]) -> tuple[str, str | None, float]:
@@ -111,6 +113,12 @@ def find_in_files(recipe: Path, fault: str) -> tuple[str, str | None, float]:
         return find_in_recipe(recipe, [*overrides, f"checkpoint.resume={checkpoint}"])
     train(load_recipe(recipe, overrides), lambda _: None)
     (checkpoint,) = (folder / "varlen").glob("step_*")
+    if "steps" in fault:
+        return find_in_recipe(recipe, [*overrides, "checkpoint.resume=auto", "train.steps=1"])
+    if "texts" in fault:
+        other = folder / "other.jsonl"
+        other.write_text((recipe.parent / "corpus.jsonl").read_text().replace("a", "b"))
+        return find_in_recipe(recipe, [*overrides, "checkpoint.resume=auto", f"data.source={other}"])
     path = next(folder.glob("stores/*/train/tokens.bin")) if "store" in fault else checkpoint / fault.split()[-1]
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1

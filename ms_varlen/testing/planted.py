@@ -4,6 +4,7 @@
         ...
 
 Faults before the batch check meet the check; those behind it (`attention ends ...`, `mask ...`) reach the operator.
+Faults between ranks and of the device lie in `rank_faults`.
 """
 
 import contextlib
@@ -114,8 +115,7 @@ def _one_late(segments: np.ndarray) -> np.ndarray:
     return moved
 
 
-@contextlib.contextmanager
-def _mask(kind: str) -> Iterator[None]:
+def _mask(kind: str) -> contextlib.AbstractContextManager[None]:
     """The plain reference with a wrong mask in place of whichever body is in use; PyNative."""
     from mindspore import Tensor, ops
 
@@ -140,18 +140,27 @@ def _mask(kind: str) -> Iterator[None]:
         scores = scores + Tensor(np.where(keep, 0.0, -1e9).astype(np.float32))
         return ops.matmul(ops.softmax(scores, -1), v).swapaxes(0, 1)
 
-    with mock.patch("ms_varlen.train.graphs.varlen_attention", wrong):
-        yield
+    return _attention(wrong)
 
 
-@contextlib.contextmanager
-def _scaled(factor: float) -> Iterator[None]:
+def _scaled(factor: float) -> contextlib.AbstractContextManager[None]:
     """Scores that are `factor` times what they must be."""
 
     def wrong(q_TND: Any, k_TND: Any, v_TND: Any, lengths: tuple) -> Any:
         return attention.varlen_attention(q_TND * factor, k_TND, v_TND, lengths)
 
-    with mock.patch("ms_varlen.train.graphs.varlen_attention", wrong):
+    return _attention(wrong)
+
+
+@contextlib.contextmanager
+def _compressed(change: Callable[[np.ndarray], np.ndarray]) -> Iterator[None]:
+    """Another compressed mask for the NPU's operator: [2048, 2048] uint8, 1 = discard."""
+    from mindspore import Tensor
+
+    from ms_varlen.ops import ascend_attention
+
+    wrong = Tensor(np.ascontiguousarray(change(ascend_attention.CAUSAL_MASK.asnumpy())))
+    with mock.patch.object(ascend_attention, "CAUSAL_MASK", wrong):
         yield
 
 
@@ -174,6 +183,38 @@ def _another_id(columns: Columns) -> np.ndarray:
     return ids
 
 
+def _not_shifted(columns: Columns) -> np.ndarray:
+    return np.where(columns["labels"] == layouts.IGNORE_INDEX, layouts.IGNORE_INDEX, columns["input_ids"])
+
+
+def _loss_in_padding(columns: Columns) -> np.ndarray:
+    labels = columns["labels"].copy()
+    labels[int(columns["seq_lens"].sum()) :] = 0
+    return labels
+
+
+@contextlib.contextmanager
+def _attention(wrong: Callable[..., Any]) -> Iterator[None]:
+    """Another function in place of `varlen_attention`; PyNative."""
+    with mock.patch("ms_varlen.train.graphs.varlen_attention", wrong):
+        yield
+
+
+def _without_key_gradient(q_TND: Any, k_TND: Any, v_TND: Any, lengths: tuple) -> Any:
+    from mindspore import ops
+
+    return attention.varlen_attention(q_TND, ops.stop_gradient(k_TND), v_TND, lengths)
+
+
+def _nan_at_the_end(q_TND: Any, k_TND: Any, v_TND: Any, lengths: tuple) -> Any:
+    """The last place of T, which is padding in most batches, is NaN."""
+    from mindspore import Tensor
+
+    factor = np.ones((q_TND.shape[0], 1, 1), np.float32)
+    factor[-1] = np.nan
+    return attention.varlen_attention(q_TND, k_TND, v_TND, lengths) * Tensor(factor)
+
+
 def _no_target(columns: Columns) -> np.ndarray:
     labels = columns["labels"].copy()
     labels[3] = layouts.IGNORE_INDEX
@@ -188,7 +229,7 @@ class Fault:
         name: in words.
         code: of the catalogue; what a check must say.
         plant: a context in which it holds.
-        found_by: "check" (the always-on batch check) or "align".
+        found_by: "check" (before anything is computed: the always-on batch check, or the masks' of `align`) or "align".
     """
 
     name: str
@@ -225,6 +266,9 @@ FAULTS = (
     _collate("labels across a boundary", "LABEL-BOUNDARY", _changed("labels", _across)),
     _collate("pad as target", "LABEL-PAD", _changed("labels", _pads_as_targets)),
     _collate("labels shifted twice", "LABEL-SHIFT", _changed("labels", _shifted_twice)),
+    Fault("compressed mask upside down", "MASK-INVERTED", lambda: _compressed(np.transpose)),
+    Fault("compressed mask that keeps what it must discard", "MASK-INVERTED", lambda: _compressed(lambda m: 1 - m)),
+    Fault("compressed mask one too far", "MASK-WRONG", lambda: _compressed(lambda m: np.triu(m, 2))),
     Fault("attention ends sorted", "LEN-ORDER", lambda: _ends(np.sort), "align"),
     Fault("attention ends of the first two samples swapped", "LEN-ORDER", lambda: _ends(_swapped_first_two), "align"),
     Fault("attention end a token late", "LEN-WRONG", lambda: _ends(_one_late), "align"),
@@ -241,6 +285,10 @@ FAULTS = (
     Fault("scores scaled by 1.5", "LOSS-DIFFERS", lambda: _scaled(1.5), "align"),
     Fault("another id", "DATA-TOKENS", lambda: _behind_the_checks(_changed("input_ids", _another_id)), "align"),
     Fault("a target dropped", "LABEL-WRONG", lambda: _behind_the_checks(_changed("labels", _no_target)), "align"),
+    Fault("labels not shifted", "LABEL-SHIFT", lambda: _behind_the_checks(_changed("labels", _not_shifted)), "align"),
+    Fault("loss in padding", "LABEL-PAD", lambda: _behind_the_checks(_changed("labels", _loss_in_padding)), "align"),
+    Fault("keys without a gradient", "LOSS-DIFFERS", lambda: _attention(_without_key_gradient), "align"),
+    Fault("NaN in the padding", "LOSS-NAN", lambda: _attention(_nan_at_the_end), "align"),
 )
 """What can be planted in the data path and the attention; the rest of the chapter is about whole recipes."""
 

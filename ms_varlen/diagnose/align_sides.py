@@ -1,0 +1,140 @@
+"""The two sides of an alignment: how each lays out the same samples, and what it computes of them."""
+
+import dataclasses
+from typing import Literal
+
+import numpy as np
+
+from ms_varlen.data.dataset import MicroBatches
+from ms_varlen.data.layouts import IGNORE_INDEX, Layout
+from ms_varlen.errors import RecipeError
+from ms_varlen.graph.shapes import TokenShapes, round_up
+from ms_varlen.lengths import SeqLens
+from ms_varlen.ops.dense_attention import declared_dense_columns, dense_attention, dense_columns
+from ms_varlen.planning.windows import divisor_boundaries
+from ms_varlen.train.graphs import AttentionPath, TrainingGraphs
+from ms_varlen.train.workload import Workload
+
+DENSE_ROWS = 4
+"""Rows of a micro-batch on the padded side."""
+
+MOST_SEGMENTS = 128
+"""Of a micro-batch on another side than the padded one."""
+
+Mode = Literal["padded", "bucketed", "packed", "varlen"]
+
+AGAINST: tuple[Mode, ...] = ("padded", "bucketed", "packed", "varlen")
+
+
+@dataclasses.dataclass
+class Side:
+    """One of the two trainings."""
+
+    workload: Workload
+    target: str
+    attention: AttentionPath | None
+
+    def __post_init__(self):
+        store = self.workload.store
+        self.graphs = TrainingGraphs(self.workload, self.target, self.attention)
+        self._batches = MicroBatches(store.train, self.workload.layout, store.pad_id, self.graphs.attention.columns)
+        self._loss_sum = 0.0
+
+    def accumulate(self, parts: list[np.ndarray]) -> int:
+        """Add the gradient of micro-batches of sample ids; the number of supervised tokens."""
+        supervised = 0
+        self._loss_sum = 0.0
+        for ids in parts:
+            columns = self._batches.columns(ids)
+            self._loss_sum += float(self.graphs.accumulate(columns).asnumpy())
+            supervised += int((columns["labels"] != IGNORE_INDEX).sum())
+        return supervised
+
+    def gradients_at(self, weights: dict[str, np.ndarray], parts: list[np.ndarray]) -> dict[str, np.ndarray]:
+        """Gradient sums of micro-batches at other weights; this side's own weights stay, its accumulators are empty."""
+        own = self.graphs.model_weights()
+        self.graphs.clear_gradients()
+        self.graphs.set_weights(weights)
+        self.accumulate(parts)
+        gradients = self.graphs.gradients()
+        self.graphs.clear_gradients()
+        self.graphs.set_weights(own)
+        return gradients
+
+    def noise(self, parts: list[np.ndarray]) -> float:
+        """How much the loss of micro-batches moves when their samples change places; the accumulators stay empty."""
+        losses = []
+        for chosen in (parts, _in_other_places(parts, self.workload.layout)):
+            supervised = self.accumulate(chosen)
+            self.graphs.clear_gradients()
+            losses.append(self.loss(supervised))
+        return abs(losses[0] - losses[1])
+
+    def loss(self, supervised: int) -> float:
+        """The loss per supervised token of what was accumulated; 0 without any."""
+        return self._loss_sum / max(supervised, 1)
+
+    def apply(self, rate: float, supervised: int) -> None:
+        """Apply the step."""
+        self.graphs.apply(rate, supervised, self._loss_sum)
+
+
+def dense_side(workload: Workload, target: str) -> tuple[Workload, str, AttentionPath]:
+    """The workload laid out as dense padded rows."""
+    recipe = workload.recipe
+    divisor = recipe.shapes.divisor
+    longest = round_up(recipe.model.seq_length, divisor)
+    # At least two sizes, since a range must be open.
+    shapes = TokenShapes(
+        "range", DENSE_ROWS * divisor, DENSE_ROWS * max(longest, 2 * divisor), DENSE_ROWS * divisor, DENSE_ROWS
+    )
+    row_lengths = tuple(divisor_boundaries(longest, divisor).tolist())
+    layout = Layout("padded", shapes, longest, rows=DENSE_ROWS, row_lengths=row_lengths)
+    path = AttentionPath(dense_attention, _row_mask, lambda _: declared_dense_columns(), "dense")
+    return dataclasses.replace(workload, shapes=shapes, layout=layout), target, path
+
+
+def _row_mask(lens: SeqLens) -> dict[str, np.ndarray]:
+    rows = lens.segment_lens.size
+    return dense_columns(lens.seq_lens, rows, lens.tokens // rows)
+
+
+def other_side(workload: Workload, target: str, mode: str) -> tuple[Workload, str, AttentionPath | None]:
+    """The workload laid out in a mode that is compared with the recipe's; None is the attention of `varlen_attention`.
+
+    Raises:
+        RecipeError: no such mode.
+    """
+    modes = dict(zip(AGAINST, AGAINST, strict=True))
+    if mode not in modes:
+        raise RecipeError([f"--against: must be one of {', '.join(AGAINST)}, got {mode}"], "align")
+    dense, _, path = dense_side(workload, target)
+    if mode == "padded":
+        return dense, target, path
+    shapes = dataclasses.replace(dense.shapes, divisor=workload.shapes.divisor, max_segments=MOST_SEGMENTS)
+    row_lengths = dense.layout.row_lengths if mode == "bucketed" else ()
+    layout = Layout(modes[mode], shapes, dense.layout.seq_length, row_lengths=row_lengths)
+    return dataclasses.replace(workload, shapes=shapes, layout=layout), target, None
+
+
+def _in_other_places(parts: list[np.ndarray], layout: Layout) -> list[np.ndarray]:
+    """The same samples in another order, rows also in other micro-batches: sums over them are rounded otherwise."""
+    if not layout.row_lengths:
+        return [ids[::-1] for ids in parts]
+    return np.array_split(np.roll(np.concatenate(parts), DENSE_ROWS // 2), len(parts))
+
+
+def parts_of_other(ids: np.ndarray, lengths: np.ndarray, layout: Layout) -> list[np.ndarray]:
+    """A step's samples in micro-batches of another layout: rows of like length, or as many as T holds."""
+    if layout.row_lengths:
+        ids = ids[np.argsort(lengths[ids], kind="stable")]  # which computes fewer pads
+        return [ids[start : start + DENSE_ROWS] for start in range(0, ids.size, DENSE_ROWS)]
+    if layout.mode == "packed":
+        ids = ids[np.argsort(-np.asarray(lengths)[ids], kind="stable")]
+    capacity, parts = DENSE_ROWS * layout.seq_length, [[int(ids[0])]]
+    for sample in ids[1:].tolist():
+        full = int(lengths[parts[-1]].sum()) + int(lengths[sample]) > capacity
+        if full or len(parts[-1]) == MOST_SEGMENTS // 2:
+            parts.append([])
+        parts[-1].append(sample)
+    return [np.array(part) for part in parts]
