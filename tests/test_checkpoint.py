@@ -19,7 +19,8 @@ from safetensors.numpy import load_file, save_file
 
 from ms_varlen.checkpoint import run_dir, store
 from ms_varlen.checkpoint.config import CheckpointConfig
-from ms_varlen.checkpoint.run_dir import changed_keys, cut_metrics, open_run, run_folders
+from ms_varlen.checkpoint.run_dir import cut_metrics, open_run, run_folders
+from ms_varlen.checkpoint.same_recipe import changed_keys
 from ms_varlen.checkpoint.store import (
     CorruptCheckpointError,
     list_checkpoints,

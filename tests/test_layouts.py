@@ -156,6 +156,29 @@ def test_a_column_that_disagrees_with_the_store_is_refused(column, value, messag
         check(samples, lens, {**columns, column: np.array(value, np.int32)})
 
 
+@pytest.mark.parametrize(
+    ("column", "value", "code"),
+    [
+        ("seq_lens", [2, 3], "LEN-ORDER"),
+        ("seq_lens", [3, 1], "LEN-WRONG"),
+        ("seq_lens", [5, 0], "LEN-ZERO"),
+        ("seq_lens", [6, -1], "LEN-ZERO"),
+        ("labels", [6, 7, -100, 9, -100, 0, 0, -100], "LABEL-PAD"),
+        ("labels", [6, 7, -100, 9, -100, 4, -100, -100], "LABEL-PAD"),  # not the pad id
+        ("labels", [5, 6, 7, 8, 9, 0, 0, 0], "LABEL-SHIFT"),  # not shifted
+        ("labels", [7, -100, -100, -100, -100, -100, -100, -100], "LABEL-SHIFT"),  # shifted twice
+        ("labels", [6, 5, -100, 9, -100, -100, -100, -100], "LABEL-WRONG"),
+        ("labels", [6, 7, 8, 9, -100, -100, -100, -100], "LABEL-BOUNDARY"),
+    ],
+)
+def test_a_column_that_disagrees_with_the_store_is_named_by_its_code(column, value, code):
+    samples = [[5, 6, 7], [8, 9]]
+    lens, columns = place(samples, varlen(divisor=8))
+    with pytest.raises(LengthsError) as refused:
+        check(samples, lens, {**columns, column: np.array(value, np.int32)})
+    assert refused.value.code == code
+
+
 def test_a_column_of_another_dtype_is_refused():
     samples = [[5, 6, 7]]
     lens, columns = place(samples, varlen())

@@ -11,9 +11,8 @@
   folder is one of this `output_dir` and mode; else in a new numbered folder that begins with it (hard links, or copies
   on another disk) and with the metrics up to its step. So newer checkpoints and other folders stay as they are.
 
-To go on, the data must be the same (`same_data`) and the recipe the one in `recipe.yaml` beside the checkpoint, but for
-`MAY_CHANGE` and for what decides the plan (`is_planned`): then the rest of the epoch is planned anew. One process at a
-time writes a run folder: an flock on its `.lock`, which the system releases when the process ends, however it ends (a
+To go on, data and recipe must be those of the checkpoint (`same_data`, `same_recipe`). One process at a time writes a
+run folder: an flock on its `.lock`, which the system releases when the process ends, however it ends (a
 child that was forked without exec shares it). With several ranks, one of them opens the run and the others follow.
 """
 
@@ -32,64 +31,21 @@ from typing import IO, Any
 import yaml
 
 from ms_varlen.checkpoint.config import CheckpointConfig
-from ms_varlen.checkpoint.same_data import check_data
+from ms_varlen.checkpoint.same_recipe import RECIPE_FILE, Expected, Shapes, load_to_go_on
 from ms_varlen.checkpoint.store import (
     Checkpoint,
-    CorruptCheckpointError,
-    check_mode,
     fsync,
     list_checkpoints,
     load_checkpoint,
-    read_manifest,
     remove_leftovers,
-    step_of,
     write_atomically,
 )
 from ms_varlen.errors import CheckpointError
 
 logger = logging.getLogger("ms_varlen")
 
-RECIPE_FILE = "recipe.yaml"
 METRICS_FILE = "metrics.jsonl"
 LOCK_FILE = ".lock"
-
-MAY_CHANGE = frozenset(
-    {
-        "train.steps",
-        "train.eval_every",
-        "train.max_bad_steps",
-        "checkpoint.output_dir",  # says where the run lies; it is there
-        "data.workers",
-        "data.store_dir",  # says where the samples lie; see `_BY_CONTENT`
-        "checkpoint.every",
-        "checkpoint.keep",
-        "checkpoint.on_save_error",
-        "checkpoint.resume",
-        "graph.compile_cache",
-        "graph.max_graphs",
-        "device.max_memory",
-        "device.hccl_connect_seconds",
-        "device.hccl_exec_seconds",
-        "device.profile_steps",
-    }
-)
-"""Recipe keys that may differ between a run and its continuation, to no effect on what is left to do."""
-
-_BY_CONTENT = frozenset({"data.source", "data.validation_source", "data.tokenizer"})
-"""Keys that may name another place of the same content: `check_data` compares that."""
-
-_PLANNED_SECTIONS = ("batch.", "shapes.")
-_PLANNED_KEYS = frozenset({"mode", "model.variable_seq_lengths"})  # the checkpoint's manifest decides on the mode
-
-
-def is_planned(key: str) -> bool:
-    """Whether a recipe key may differ because the rest of the epoch is planned anew for it."""
-    return key in _PLANNED_KEYS or key.startswith(_PLANNED_SECTIONS)
-
-
-Shapes = Mapping[str, tuple[int, ...]]
-Expected = tuple[Shapes | None, str | None]
-"""Of a checkpoint: the shapes of its parameters, and the fingerprint of its data; see `open_run`."""
 
 
 @dataclass
@@ -97,7 +53,7 @@ class Run:
     """A run folder that this process may write to, until `close`; without a lock, only read from.
 
     `checkpoint` holds all arrays of the run so far: set it to None once they are loaded, and their memory is free.
-    `replanned` names the keys that differ from the checkpoint's recipe and decide the plan, as `changed_keys` does.
+    `replanned` names the keys that differ from the checkpoint's recipe and decide the plan, as `same_recipe` does.
     """
 
     folder: Path
@@ -158,15 +114,11 @@ def open_run(
         runs = run_folders(config.output_dir, mode)
         if isinstance(config.resume, Path):
             step = config.resume.resolve()  # a link may have any name
-            try:
-                manifest = read_manifest(step)
-            except CorruptCheckpointError as error:
-                raise _with_way_out(step, error) from error
-            check_mode(step, manifest, mode)
             home = step.parent
-            if home in [folder.resolve() for folder in runs] and list_checkpoints(home)[-1].name == step.name:
+            newest = [path.name for path in list_checkpoints(home)[-1:]]
+            if home in [folder.resolve() for folder in runs] and newest == [step.name]:
                 return _go_on(home, mode, recipe, expected)
-            checkpoint, replanned = _load(step, mode, recipe, expected)
+            checkpoint, replanned = load_to_go_on(step, mode, recipe, expected)
             return _begin(_next_folder(config.output_dir, mode, runs), recipe, checkpoint, replanned)
         if config.resume == "auto" and runs:
             return _go_on(runs[-1], mode, recipe, expected)
@@ -199,34 +151,6 @@ def cut_metrics(path: Path, step: int) -> None:
     """
     if path.exists():
         write_atomically(path, _lines_up_to(path, step))
-
-
-def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Dotted keys outside `MAY_CHANGE` and `_BY_CONTENT` that differ between two recipes, each as "key: was 1, is 2".
-
-    Returns:
-        those that a continuation must not change, and those for which the rest of the epoch is planned anew.
-    """
-    before, after = dict(dotted(old)), dict(dotted(new))
-
-    def say(values: dict[str, Any], key: str) -> str:
-        return json.dumps(values[key]) if key in values else "not set"
-
-    refused: list[str] = []
-    replanned: list[str] = []
-    for key in sorted((before.keys() | after.keys()) - MAY_CHANGE - _BY_CONTENT):
-        if key not in before or key not in after or before[key] != after[key]:
-            (replanned if is_planned(key) else refused).append(f"{key}: was {say(before, key)}, is {say(after, key)}")
-    return refused, replanned
-
-
-def dotted(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested values one by one, each under its dotted path."""
-    for key, entry in value.items():
-        if isinstance(entry, Mapping) and entry:
-            yield from dotted(entry, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", entry
 
 
 def _lines_up_to(path: Path, step: int) -> Iterator[bytes]:
@@ -335,7 +259,7 @@ def _go_on(folder: Path, mode: str, recipe: dict[str, Any], expected: Expected) 
         checkpoints = list_checkpoints(folder)
         checkpoint, replanned = None, list[str]()
         if checkpoints:
-            checkpoint, replanned = _load(checkpoints[-1], mode, recipe, expected)
+            checkpoint, replanned = load_to_go_on(checkpoints[-1], mode, recipe, expected)
             cut_metrics(folder / METRICS_FILE, checkpoint.step)
         else:
             (folder / METRICS_FILE).unlink(missing_ok=True)
@@ -343,59 +267,6 @@ def _go_on(folder: Path, mode: str, recipe: dict[str, Any], expected: Expected) 
         stack.pop_all()
     logger.info("%s goes on at step %d", folder, checkpoint.step if checkpoint else 0)
     return Run(folder, checkpoint, lock, replanned)
-
-
-def _load(path: Path, mode: str, recipe: dict[str, Any], expected: Expected) -> tuple[Checkpoint, list[str]]:
-    """Load a checkpoint that the recipe may go on from; one that is corrupt is never passed over silently."""
-    replanned = _check_recipe(path.parent / RECIPE_FILE, recipe)
-    if recipe["train"]["steps"] < step_of(path):
-        raise CheckpointError(
-            f"train.steps must be >= {step_of(path)}, the step of {path}, got {recipe['train']['steps']}; "
-            "raise it, or begin anew with checkpoint.resume=never",
-            "CKPT-RECIPE",
-        )
-    shapes, data_fingerprint = expected
-    try:
-        checkpoint = load_checkpoint(path, mode, shapes)
-    except CorruptCheckpointError as error:
-        raise _with_way_out(path, error) from error
-    if data_fingerprint is not None:
-        check_data(path, checkpoint.manifest, data_fingerprint)
-    return checkpoint, replanned
-
-
-def _with_way_out(path: Path, error: CorruptCheckpointError) -> CorruptCheckpointError:
-    older = [other for other in list_checkpoints(path.parent) if step_of(other) < step_of(path)]
-    before = f"go on from the one before it with checkpoint.resume={older[-1]}, or " if older else ""
-    return CorruptCheckpointError(f"{error}; {before}begin anew with checkpoint.resume=never")
-
-
-def _check_recipe(path: Path, recipe: dict[str, Any]) -> list[str]:
-    """The keys for which the rest of the epoch is planned anew, where the recipe may go on from the one in a file."""
-    if not path.exists():
-        raise CheckpointError(
-            f"{path} must be beside the checkpoints, found none: nothing tells whether the recipe changed; "
-            "bring the whole run folder along, or begin anew with checkpoint.resume=never",
-            "CKPT-RECIPE",
-        )
-    try:
-        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        saved = str(error).splitlines()[0]
-    if not isinstance(saved, dict):
-        raise CheckpointError(
-            f"{path} must hold the run's recipe, found {saved!r}: nothing tells whether the recipe changed; bring the "
-            "file back, or begin anew with checkpoint.resume=never",
-            "CKPT-RECIPE",
-        )
-    refused, replanned = changed_keys(saved, recipe)
-    if refused:
-        raise CheckpointError(
-            f"the recipe must be that of {path} to go on, but {'; '.join(refused)}; "
-            "set back what changed, or begin anew with checkpoint.resume=never",
-            "CKPT-RECIPE",
-        )
-    return replanned
 
 
 def _write_recipe(folder: Path, recipe: dict[str, Any]) -> None:

@@ -204,9 +204,8 @@ def check_micro_batch(
             "LEN-SHAPE",
         )
     moved = np.array_equal(np.sort(seq_lens), np.sort(lengths))
-    _refuse_first(
-        "seq_lens", seq_lens, lengths, "the sample's length in the store", "LEN-ORDER" if moved else "LEN-WRONG"
-    )
+    code = "LEN-ZERO" if (seq_lens < 1).any() else "LEN-ORDER" if moved else "LEN-WRONG"
+    _refuse_first("seq_lens", seq_lens, lengths, "the sample's length in the store", code)
     _check_samples(columns, starts, edges, whole_rows)
 
 
@@ -247,24 +246,29 @@ def _check_labels(columns: Mapping[str, np.ndarray], starts: np.ndarray) -> None
     ids, labels = columns["input_ids"], columns["labels"]
     supervised = labels != IGNORE_INDEX
     wrong = np.flatnonzero(supervised[:-1] & (labels[:-1] != ids[1:]))
-    if wrong.size:
-        i = int(wrong[0])
-        twice = labels[:-2] == ids[2:]
-        shifted = bool(twice[supervised[:-2]].all())
-        raise LengthsError(
-            f"labels[{i}] must be the token after it ({int(ids[i + 1])}), got {int(labels[i])}; {wrong.size} differ; "
-            "shift labels once, inside a sample",
-            "LABEL-SHIFT" if shifted else "LABEL-WRONG",
-        )
     before = np.concatenate([[0], np.cumsum(supervised, dtype=np.int64)])
     inside = before[starts + columns["seq_lens"]] - before[starts]
     outside = int(before[-1] - inside.sum())
-    if outside:
+    shifted = bool(wrong.size) and (_are(labels, ids, supervised, 0) or _are(labels, ids, supervised, 2))
+    if outside and not shifted:
         raise LengthsError(
             f"labels must be {IGNORE_INDEX} in padding, got {outside} targets outside the samples; padding is no "
             "target",
             "LABEL-PAD",
         )
+    if wrong.size:
+        i = int(wrong[0])
+        raise LengthsError(
+            f"labels[{i}] must be the token after it ({int(ids[i + 1])}), got {int(labels[i])}; {wrong.size} differ; "
+            "shift labels once, inside a sample",
+            "LABEL-SHIFT" if shifted else "LABEL-WRONG",
+        )
+
+
+def _are(labels: np.ndarray, ids: np.ndarray, supervised: np.ndarray, shift: int) -> bool:
+    """Whether each target is the token `shift` places on."""
+    end = ids.size - shift
+    return bool((labels[:end] == ids[shift:])[supervised[:end]].all())
 
 
 def _refuse_first(name: str, found: np.ndarray, expected: np.ndarray, rule: str, code: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ms_varlen.checkpoint.run_dir import RECIPE_FILE
+from ms_varlen.checkpoint.same_recipe import RECIPE_FILE
 from ms_varlen.data.dataset import Columns, MicroBatches
 from ms_varlen.data.layouts import check_micro_batch
 from ms_varlen.data.store import Progress

@@ -1,6 +1,6 @@
 """What the doctor says about a run folder: the checkpoint that training would go on from, and the steps it skipped.
 
-The rules are those of `checkpoint.run_dir.open_run`, looked at without a lock and without a change on disk.
+The rules are those of `load_to_go_on`, which training goes by, without a lock and without a change on disk.
 """
 
 import json
@@ -8,19 +8,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from ms_varlen.checkpoint.run_dir import RECIPE_FILE, changed_keys, run_folders
-from ms_varlen.checkpoint.same_data import DATA_FINGERPRINT, check_data
-from ms_varlen.checkpoint.store import (
-    CorruptCheckpointError,
-    list_checkpoints,
-    load_checkpoint,
-    read_manifest,
-    step_of,
-)
+from ms_varlen.checkpoint.run_dir import run_folders
+from ms_varlen.checkpoint.same_data import DATA_FINGERPRINT
+from ms_varlen.checkpoint.same_recipe import load_to_go_on
+from ms_varlen.checkpoint.store import list_checkpoints, step_of
 from ms_varlen.diagnose.findings import GREEN, RED, YELLOW, Check
-from ms_varlen.errors import CheckpointError, VarlenError
+from ms_varlen.errors import VarlenError
 from ms_varlen.train.recipe import Recipe
 
 AREA = "checkpoint"
@@ -60,66 +53,15 @@ def _checkpoint_check(
 ) -> Check:
     """The first reason why training would not go on from a checkpoint; green where it would."""
     try:
-        manifest = read_manifest(path)
-        if manifest["mode"] != recipe.mode:
-            raise CheckpointError(
-                f"{path} must be of mode {recipe.mode}, got {manifest['mode']}; "
-                f"ckpt-tools convert --to {recipe.mode} {path} DST",
-                "CKPT-MODE",
-            )
-        replanned = _changed_plan(path, recipe)
-        steps = step_of(path)
-        if recipe.train.steps < steps:
-            raise CheckpointError(
-                f"train.steps must be >= {steps}, the step of {path}, got {recipe.train.steps}; raise it, or begin "
-                "anew with checkpoint.resume=never",
-                "CKPT-RECIPE",
-            )
-        check_data(path, manifest, data_fingerprint)
-        load_checkpoint(path, recipe.mode, shapes)
+        _, replanned = load_to_go_on(path, recipe.mode, recipe.resolved(), (shapes, data_fingerprint))
     except VarlenError as error:
-        return Check(AREA, RED, str(error) + _way_out(path, error), error.code or "CKPT-CORRUPT")
+        return Check(AREA, RED, str(error), error.code or "CKPT-CORRUPT")
     then = f"training goes on from {path}"
-    if recipe.train.steps == steps:
-        then = f"{path} has its {steps} steps already, raise train.steps to go on"
+    if recipe.train.steps == step_of(path):
+        then = f"{path} has its {recipe.train.steps} steps already, raise train.steps to go on"
     elif replanned:
         then += f", the rest of the epoch planned anew for {'; '.join(replanned)}"
     return Check(AREA, GREEN, f"every checksum fits; {then}")
-
-
-def _changed_plan(path: Path, recipe: Recipe) -> list[str]:
-    """The keys for which the rest of the epoch is planned anew.
-
-    Raises:
-        CheckpointError: the run's recipe is not there, cannot be read, or differs in what must not change.
-    """
-    saved = path.parent / RECIPE_FILE
-    try:
-        before = yaml.safe_load(saved.read_text(encoding="utf-8")) if saved.is_file() else None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        before = str(error).splitlines()[0]
-    if not isinstance(before, dict):
-        raise CheckpointError(
-            f"{saved} must hold the run's recipe, got {before!r}; bring the file back, or begin anew with "
-            "checkpoint.resume=never",
-            "CKPT-RECIPE",
-        )
-    refused, replanned = changed_keys(before, recipe.resolved())
-    if refused:
-        raise CheckpointError(
-            f"the recipe must be that of {saved} to go on, got {'; '.join(refused)}; set back what changed, or "
-            "checkpoint.resume=never",
-            "CKPT-RECIPE",
-        )
-    return replanned
-
-
-def _way_out(path: Path, error: VarlenError) -> str:
-    if not isinstance(error, CorruptCheckpointError):
-        return ""
-    older = [other for other in list_checkpoints(path.parent) if other.name < path.name]
-    before = f"go on from the one before it with checkpoint.resume={older[-1]}, or " if older else ""
-    return f"; {before}begin anew with checkpoint.resume=never"
 
 
 def bad_step_checks(folder: Path, data_fingerprint: str) -> Iterator[Check]:
