@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from ms_varlen.checkpoint import run_dir, store
+from ms_varlen.checkpoint import run_dir, same_recipe, store
 from ms_varlen.checkpoint.config import CheckpointConfig
 from ms_varlen.checkpoint.run_dir import cut_metrics, open_run, run_folders
 from ms_varlen.checkpoint.same_recipe import changed_keys
@@ -623,7 +623,7 @@ def test_damaged_recipe_beside_the_checkpoints_is_named(tmp_path, content):
     with pytest.raises(
         CheckpointError, match=r"recipe.yaml must hold the run's recipe, found .* checkpoint.resume=never"
     ):
-        run_dir._check_recipe(path, {})
+        same_recipe._check_recipe(path, {})
 
 
 def test_output_dir_that_cannot_be_made_is_named():
