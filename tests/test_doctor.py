@@ -246,7 +246,9 @@ def test_a_run_without_its_recipe_is_red(trained, content):
     finally:
         saved.write_text(before)
     assert result["codes"] == ["CKPT-RECIPE"]
-    assert f"{saved} must hold the run's recipe, got " in of_area(result, "checkpoint")[0]
+    said = of_area(result, "checkpoint")[0]
+    assert said.startswith(f"{saved} must ")
+    assert said.endswith("begin anew with checkpoint.resume=never")
 
 
 def test_steps_that_were_skipped_are_read(tmp_path):
