@@ -376,6 +376,10 @@ def test_compile_cache_off_is_a_word():
         ("\n- 1\n", "file: must hold a mapping of sections, got line 2: [1]; start with mode: varlen"),
         ("mode: varlen\ntrain: {steps: 3\n", "line 3, column 1: expected ',' or '}', but got '<stream end>'"),
         ("mode: varlen\n---\nmode: padded\n", "line 2, column 1: but found another document"),
+        (
+            "runner_config:\n  epochs: 1\n",
+            "file: must be a recipe of ms_varlen, got a YAML of MindFormers; run it with python -m ms_varlen.bridge.run ",
+        ),
         ("mode: &m varlen\ntrain: *m\n", "line 2, column 8: aliases (*name) and tags (!name) are not allowed"),
         ("mode: !!python/name:os.system x\n", "line 1, column 7: aliases (*name) and tags (!name) are not allowed"),
         ("mode: \x07\n", "unacceptable character #x0007"),

@@ -37,6 +37,7 @@ _WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
 _INTEGER = re.compile(r"[-+]?[0-9]{1,40}")
 _FLOAT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _OVERRIDE = re.compile(r"(?P<path>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)=(?P<value>.+)", re.DOTALL)
+_OF_MINDFORMERS = re.compile(r"^(runner_config|train_dataset):", re.MULTILINE)
 
 
 class _Loader(yaml.BaseLoader):
@@ -58,7 +59,16 @@ def read_recipe_file(path: str | Path) -> tuple[dict[str, Any], list[Fault]]:
     """
     where = str(path)
     try:
-        node = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
+        text = Path(path).read_text(encoding="utf-8")
+        if _OF_MINDFORMERS.search(text):
+            raise RecipeError(
+                [
+                    "file: must be a recipe of ms_varlen, got a YAML of MindFormers; run it with "
+                    f"python -m ms_varlen.bridge.run {where}"
+                ],
+                where,
+            )
+        node = yaml.compose(text, Loader=_Loader)
     except OSError as error:
         raise RecipeError(
             [f"file: must be readable, got {error.strerror!r}; check the path of the recipe"], where
