@@ -18,7 +18,7 @@ import yaml
 from ckpt_tools.new_folder import new_folder
 from ckpt_tools.ours import IMPORTED, StepFolder, open_step, tree_of, write_step
 from ckpt_tools.tensors import running_total
-from ms_varlen.checkpoint.run_dir import METRICS_FILE, cut_metrics, run_folders
+from ms_varlen.checkpoint.run_dir import METRICS_FILE, lines_up_to, run_folders
 from ms_varlen.checkpoint.same_data import DATA_FINGERPRINT
 from ms_varlen.checkpoint.same_recipe import RECIPE_FILE
 from ms_varlen.errors import CheckpointError, RecipeError
@@ -83,8 +83,8 @@ def _write_run_files(folder: Path, step: StepFolder, target: Recipe, output_dir:
     (folder / RECIPE_FILE).write_text(text, encoding="utf-8")
     metrics = step.path.parent / METRICS_FILE
     if metrics.exists():
-        (folder / METRICS_FILE).write_bytes(metrics.read_bytes())
-        cut_metrics(folder / METRICS_FILE, step.manifest["step"])
+        with (folder / METRICS_FILE).open("wb") as kept:
+            kept.writelines(lines_up_to(metrics, step.manifest["step"]))
 
 
 def _continuation(destination: Path, mode: str) -> str:

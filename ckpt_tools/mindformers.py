@@ -123,7 +123,8 @@ def no_names_of_mindformers(found: Mapping[str, object], where: str) -> str:
     """The fault of a checkpoint that no class of MindFormers has the names of."""
     if EMBEDDING in found:
         return (
-            f"{where}: has the names of Hugging Face, and no {CONFIG_FILE} beside says its model; bring that file along"
+            f"{where}: has the names of Hugging Face, which are read with the {CONFIG_FILE} of the model beside; bring "
+            "that file along, and where it is there use `ckpt-tools import-hf`"
         )
     if not found:
         return f"{where}: must hold parameters, found none; bring the whole checkpoint along"

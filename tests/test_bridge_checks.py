@@ -87,6 +87,7 @@ def test_padded_rows_need_ids_labels_and_mask():
         ),
         ("model.model_config.num_nextn_predict_layers", 1, "num_nextn_predict_layers: must be 0 in mode packed, got 1"),
         ("model.model_config.ignore_token_id", 5, "ignore_token_id: must be no token, got 5"),
+        ("model.model_config.ignore_token_id", 0, "ignore_token_id: must be no token, got 0"),
         ("parallel_config.seq_split_num", 2, "parallel_config.seq_split_num: must be 1 in mode packed, got 2"),
         ("ignore_data_skip", True, "ignore_data_skip: must be left out, got True: a resumed run would train other"),
         ("data_skip_steps", 3, "data_skip_steps: must be left out, got 3: a resumed run would train other samples"),

@@ -7,7 +7,7 @@ from bridge_cases import packed_keys, padded_keys, write_corpus
 
 from ms_varlen.bridge.config import PACKED_COLUMNS
 from ms_varlen.bridge.feed import Feed, open_feed
-from ms_varlen.bridge.saved import check_plan, saved_plan_state
+from ms_varlen.bridge.saved import check_plan, saved_plan_state, set_aside
 from ms_varlen.errors import CheckpointError
 
 
@@ -105,3 +105,19 @@ def test_the_line_that_a_kill_left_half_written_is_no_step(corpus, tmp_path):
         with pytest.raises(CheckpointError, match=r"metrics.jsonl must hold step 3"):
             saved_plan_state(tmp_path, 3)
         (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
+
+
+def test_files_of_an_earlier_run_are_set_aside(tmp_path):
+    metrics, plan = tmp_path / "metrics.jsonl", tmp_path / "plan.json"
+    assert set_aside(metrics, plan) == []
+    for run in ("first", "second"):
+        metrics.write_text(run)
+        plan.write_text(run)
+        kept = set_aside(metrics, plan)
+    assert [path.name for path in kept] == ["metrics.2.jsonl", "plan.2.json"]
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "metrics.1.jsonl": "first",
+        "plan.1.json": "first",
+        "metrics.2.jsonl": "second",
+        "plan.2.json": "second",
+    }

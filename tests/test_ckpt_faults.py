@@ -317,6 +317,16 @@ def test_metrics_line_without_lengths_is_named(padded, tmp_path, capsys, line):
     assert "give a recipe of the new mode with --recipe" in error
 
 
+def test_garbled_metrics_line_is_named_in_the_source(padded, tmp_path, capsys):
+    metrics = padded.parent / "metrics.jsonl"
+    first = metrics.read_text().splitlines(keepends=True)[0]
+    metrics.write_text(first + "oops\n" + metrics.read_text())
+    status, _, error = run(capsys, "convert", "--to", "varlen", padded, tmp_path / "new")
+    assert status == 1
+    assert f"{metrics} line 2 must be an object with a step, found b'oops" in error
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("name", ["varlen", "varlen-3", "converted"])
 def test_training_goes_on_in_the_new_folder_or_beside_it(padded, tmp_path, capsys, name):
     new = tmp_path / "elsewhere" / name

@@ -117,7 +117,11 @@ DAMAGE = {
         lambda f: write(f / f"{FILE}.index.json", json.dumps({"weight_map": {"a": "gone.safetensors"}})),
         "gone.safetensors is missing; bring the whole checkpoint along",
     ),
-    "no config.json": ("hf", lambda f: (f / "config.json").unlink(), "no config.json beside says its model"),
+    "no config.json": (
+        "hf",
+        lambda f: (f / "config.json").unlink(),
+        "are read with the config.json of the model beside; bring",
+    ),
     "a missing parameter": (
         "legacy",
         lambda f: shrunk(next((f / "rank_0").glob("*.safetensors"))),

@@ -180,6 +180,11 @@ REFUSED = [
     ),
     ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling.rope_type", "got 'dynamic'"),
     (
+        {"rope_scaling": {"type": "linear", "rope_type": "llama3", "factor": 4.0}},
+        "rope_scaling.type",
+        "must be left out or say what rope_type says ('llama3'), got 'linear'; remove the one",
+    ),
+    (
         {"rope_scaling": {"type": "linear"}},
         "rope_scaling.factor",
         "must be given with rope_type linear, got no such key",

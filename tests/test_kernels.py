@@ -246,6 +246,22 @@ def test_label_outside_the_vocabulary_is_refused(label, capfd):
     assert f"labels[2] must be -100 or in [0, 7), got {label}" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("kernel", "shapes", "words"),
+    [
+        (kernels.kernel_rms_norm, [(3, 4), (5,)], "RmsNorm: weight must be as long as the last axis of x"),
+        (kernels.kernel_add_rms_norm, [(3, 4), (2, 4), (4,)], "AddRmsNorm: x and y must have one shape"),
+        (kernels.kernel_add_rms_norm, [(3, 4), (3, 4), (3,)], "AddRmsNorm: weight must be as long as the last axis"),
+        (kernels.kernel_swiglu, [(3, 4), (3, 3)], "Swiglu: gate and up must have one shape"),
+    ],
+)
+def test_inputs_that_are_too_small_are_refused_not_read_past_their_end(kernel, shapes, words, capfd):
+    inputs, eps = [Tensor(normal(*shape)) for shape in shapes], () if kernel is kernels.kernel_swiglu else (1e-6,)
+    with pytest.raises(RuntimeError, match="Forward"):
+        kernel(*inputs, *eps)[0].asnumpy()
+    assert words in capfd.readouterr().err
+
+
 def test_views_of_other_tensors_are_read_as_what_they_show():
     x, weight = normal(8, 6), normal(8)
     view = Tensor(x).transpose(1, 0)

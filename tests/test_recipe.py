@@ -378,7 +378,7 @@ def test_compile_cache_off_is_a_word():
         ("mode: varlen\n---\nmode: padded\n", "line 2, column 1: but found another document"),
         (
             "runner_config:\n  epochs: 1\n",
-            "file: must be a recipe of ms_varlen, got a YAML of MindFormers; run it with python -m ms_varlen.bridge.run ",
+            "file: must be a recipe of ms_varlen, got a YAML of MindFormers; run it with python -m ms_varlen.bridge",
         ),
         ("mode: &m varlen\ntrain: *m\n", "line 2, column 8: aliases (*name) and tags (!name) are not allowed"),
         ("mode: !!python/name:os.system x\n", "line 1, column 7: aliases (*name) and tags (!name) are not allowed"),

@@ -99,9 +99,10 @@ def model_faults(settings: LoaderConfig, model: Mapping[str, Any]) -> list[str]:
         )
     if settings.packed:
         faults += _packed_faults(settings, model)
-    if not model["use_legacy"] and (model.get("ignore_token_id") or -100) >= 0:
+    ignored = model.get("ignore_token_id")
+    if not model["use_legacy"] and ignored is not None and ignored >= 0:
         faults.append(
-            f"{MODEL}.ignore_token_id: must be no token, got {model['ignore_token_id']}: targets equal to it would "
+            f"{MODEL}.ignore_token_id: must be no token, got {ignored}: targets equal to it would "
             "have no loss; remove it"
         )
     if dynamic and not model.get("is_dynamic", False):

@@ -28,7 +28,7 @@ from mindspore.train.callback import Callback, RunContext
 from ms_varlen.bridge.checks import model_faults, refuse
 from ms_varlen.bridge.config import LOADER_TYPE, LoaderConfig
 from ms_varlen.bridge.feed import Feed, remembered_feed
-from ms_varlen.bridge.saved import METRICS_FILE, PLAN_FILE, check_plan
+from ms_varlen.bridge.saved import METRICS_FILE, PLAN_FILE, check_plan, set_aside
 from ms_varlen.checkpoint.run_dir import cut_metrics
 from ms_varlen.checkpoint.store import write_atomically
 from ms_varlen.errors import DataError
@@ -138,7 +138,8 @@ class VarlenMonitor(Callback):
         if self._first:
             cut_metrics(metrics, self._first)
         else:
-            metrics.unlink(missing_ok=True)
+            for kept in set_aside(metrics, self._folder / PLAN_FILE):
+                logger.info(f"varlen: begins anew; what an earlier run wrote is kept as {kept}")
         plan = {
             "plan_fingerprint": plans.fingerprint,
             "data_fingerprint": self._feed.workload.store.fingerprint,

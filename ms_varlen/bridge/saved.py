@@ -31,6 +31,18 @@ SETTINGS = {
 """What decides a setting of a plan in a MindFormers YAML."""
 
 
+def set_aside(*paths: Path) -> list[Path]:
+    """Rename files of an earlier run, those that there are, to the first number that none of them has yet.
+
+    Returns:
+        their new paths, as metrics.1.jsonl.
+    """
+    number = 1
+    while any(path.with_suffix(f".{number}{path.suffix}").exists() for path in paths):
+        number += 1
+    return [path.rename(path.with_suffix(f".{number}{path.suffix}")) for path in paths if path.exists()]
+
+
 def check_plan(folder: Path, steps: int, plans: EpochPlans, place: PlanState, data_fingerprint: str) -> None:
     """Refuse to go on where a step count would mean other samples than those that were trained.
 

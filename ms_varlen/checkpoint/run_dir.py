@@ -144,16 +144,17 @@ def follow_run(folder: Path, checkpoint: Path | None, replanned: list[str], mode
 
 
 def cut_metrics(path: Path, step: int) -> None:
-    """Cut a metrics file back to steps <= `step`, at once or not at all; a half-written last line goes too.
+    """Cut a metrics file back to `lines_up_to` a step, at once or not at all."""
+    if path.exists():
+        write_atomically(path, lines_up_to(path, step))
+
+
+def lines_up_to(path: Path, step: int) -> Iterator[bytes]:
+    """The lines of a metrics file for steps <= `step`; a half-written last line is left out.
 
     Raises:
         CheckpointError: a line before the last is no metrics line.
     """
-    if path.exists():
-        write_atomically(path, _lines_up_to(path, step))
-
-
-def _lines_up_to(path: Path, step: int) -> Iterator[bytes]:
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         for number, line in enumerate(file, start=1):
@@ -231,7 +232,7 @@ def _begin(folder: Path, recipe: dict[str, Any], checkpoint: Checkpoint | None, 
             _link_folder(checkpoint.path, temporary / checkpoint.path.name)
             source = checkpoint.path.parent / METRICS_FILE
             if source.exists():
-                write_atomically(temporary / METRICS_FILE, _lines_up_to(source, checkpoint.step))
+                write_atomically(temporary / METRICS_FILE, lines_up_to(source, checkpoint.step))
         _write_recipe(temporary, recipe)
         os.rename(temporary, folder)
         fsync(folder.parent)

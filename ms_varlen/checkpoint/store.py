@@ -79,7 +79,8 @@ def step_of(path: Path) -> int:
     """
     match = _STEP_NAME.fullmatch(path.name) or _STEP_NAME.fullmatch(path.resolve().name)
     if match is None:
-        raise CheckpointError(f"{path} must be a checkpoint's folder, named like step_00000100; name one of these")
+        newest = [str(step) for step in list_checkpoints(path)[-1:]] or ["the folder of a step"]
+        raise CheckpointError(f"{path} must be a checkpoint's folder, named like step_00000100; name {newest[0]}")
     return int(match[1])
 
 

@@ -87,7 +87,7 @@ class SummedLoss(nn.Cell):
         return self.net(input_ids, labels) * (labels != IGNORE_INDEX).astype(ms.float32).sum()
 
 
-def build_net(recipe: Recipe, config: DecoderConfig, pad_id: int, dynamic: bool, weights: str) -> nn.Cell:
+def build_net(recipe: Recipe, config: DecoderConfig, dynamic: bool, weights: str) -> nn.Cell:
     """Their net, with our initial weights."""
     biases = config.attention_bias or config.mlp_bias
     if config.architecture != "llama" or config.tie_word_embeddings or biases or config.rope_scaling:
@@ -108,7 +108,9 @@ def build_net(recipe: Recipe, config: DecoderConfig, pad_id: int, dynamic: bool,
             max_position_embedding=recipe.model.seq_length,
             rms_norm_eps=config.rms_norm_eps,
             theta=config.rope_theta,
-            pad_token_id=pad_id,
+            # No id at all: it hides every token that has it, also real ones (an end-of-text that pads, too), from
+            # attention and loss. Pads stand at the right and have no label, so that nothing sees them.
+            pad_token_id=-1,
             ignore_token_id=IGNORE_INDEX,
             use_flash_attention=False,  # it and the fused norm have no CPU kernel
             fused_rms_norm=False,
@@ -140,7 +142,7 @@ class MindFormersContender:
         self.steps = [np.concatenate(step) for step in step_parts(workload, settings["steps"])]
         self.dynamic, self.seq_length = settings["variant"] == "batch", recipe.model.seq_length
         self.divisor = recipe.shapes.divisor
-        net = build_net(recipe, workload.model_config, self.pad_id, self.dynamic, settings["weights"])
+        net = build_net(recipe, workload.model_config, self.dynamic, settings["weights"])
         self.accumulate = AccumulateGradients(SummedLoss(net))
         self.apply = ApplyGradients(self.accumulate.weights, self.accumulate.accumulated, recipe.train)
         self.accumulate.set_train()

@@ -176,6 +176,9 @@ def _rope(values: dict[str, Any]) -> tuple[dict[str, Any], list[FieldFault]]:
     fields = {} if theta is None else {"rope_theta": theta}
     # Older files say `type`; newer ones say `rope_type`, and some say both.
     old, kind = settings.pop("type", None), settings.pop("rope_type", None)
+    if old and kind and old != kind:  # transformers 4 follows `type`, transformers 5 `rope_type`
+        rule = f"must be left out or say what rope_type says ({kind!r}), got {old!r}"
+        return fields, [(f"{name}.type", f"{rule}; remove the one that the weights were not trained with")]
     kind = kind or old
     part = settings.pop("partial_rotary_factor", None)
     if part not in (None, 1):

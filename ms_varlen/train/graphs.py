@@ -299,11 +299,14 @@ def compile_graphs(graph: GraphConfig, *sets: TrainingGraphs) -> CacheUse | None
 @contextlib.contextmanager
 def _objects_of_start_kept() -> Iterator[None]:
     """MindSpore collects garbage before each graph; not looking through all modules again saves 0.1 s each time."""
-    gc.freeze()
+    frozen_by_caller = gc.get_freeze_count() > 0
+    if not frozen_by_caller:
+        gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not frozen_by_caller:
+            gc.unfreeze()
 
 
 def _scalars(*values: float) -> tuple[Tensor, ...]:

@@ -152,6 +152,8 @@ MS_VARLEN_SHAPES(std::vector<Shape>, RmsNormForward) {
 }
 
 MS_VARLEN_KERNEL(RmsNormForward) {
+  if (!fits(shapes[1][0] == shapes[0][ndims[0] - 1], "RmsNorm", "weight must be as long as the last axis of x"))
+    return kBadShape;
   const float *x = static_cast<float*>(params[0]), *weight = static_cast<float*>(params[1]);
   const float eps = *static_cast<float*>(params[2]);
   norm_rows(x, nullptr, weight, eps, nullptr, static_cast<float*>(params[3]), static_cast<float*>(params[4]),
@@ -177,6 +179,9 @@ MS_VARLEN_SHAPES(std::vector<Shape>, AddRmsNormForward) {
 }
 
 MS_VARLEN_KERNEL(AddRmsNormForward) {
+  if (!fits(shape_of(ndims, shapes, 1) == shape_of(ndims, shapes, 0), "AddRmsNorm", "x and y must have one shape") ||
+      !fits(shapes[2][0] == shapes[0][ndims[0] - 1], "AddRmsNorm", "weight must be as long as the last axis of x"))
+    return kBadShape;
   const float *x = static_cast<float*>(params[0]), *other = static_cast<float*>(params[1]);
   const float *weight = static_cast<float*>(params[2]), eps = *static_cast<float*>(params[3]);
   norm_rows(x, other, weight, eps, static_cast<float*>(params[4]), static_cast<float*>(params[5]),
@@ -219,6 +224,8 @@ MS_VARLEN_SHAPES(std::vector<Shape>, SwigluBackward) {
 }
 
 MS_VARLEN_KERNEL(SwigluForward) {
+  if (!fits(shape_of(ndims, shapes, 1) == shape_of(ndims, shapes, 0), "Swiglu", "gate and up must have one shape"))
+    return kBadShape;
   const int64_t count = rows_of(ndims, shapes, 0) * shapes[0][ndims[0] - 1];
   each_vector<2, 1>({static_cast<float*>(params[0]), static_cast<float*>(params[1])}, {static_cast<float*>(params[2])},
                     count, [](const Vec* a, Vec* y) { y[0] = a[0] * sigmoid(a[0]) * a[1]; });

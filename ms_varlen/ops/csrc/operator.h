@@ -3,6 +3,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <memory>
 #include <vector>
 
@@ -22,6 +23,13 @@ inline int64_t axis_size(const int* ndims, int64_t** shapes, int input, int axis
 }
 inline Shape shape_of(const int* ndims, int64_t** shapes, int input) {
   return Shape(shapes[input], shapes[input] + ndims[input]);
+}
+
+// Kernels read as far as one input's shape says: another one that is smaller would be read past its end.
+constexpr int kBadShape = 9;
+inline bool fits(bool holds, const char* name, const char* rule) {
+  if (!holds) std::fprintf(stderr, "ms_varlen: %s: %s\n", name, rule);
+  return holds;
 }
 
 // A growing buffer that hands out aligned pieces and is used again by the next call: fresh pages cost more than the
