@@ -285,6 +285,23 @@ def test_steps_that_were_skipped_are_read(tmp_path):
     assert len(list(bad_step_checks(tmp_path, "a"))) == 3
 
 
+def test_a_rank_that_is_lost_in_steps_one_after_another_is_to_blame(tmp_path):
+    def dump(step, *losses):
+        part = {"micro_batch": 0, "sample_ids": [1], "seq_lens": [7], "tokens": 64}
+        batches = [part | {"rank": rank, "loss_sum": loss} for rank, loss in enumerate(losses)]
+        record = {"step": step, "grad_norm": "nan", "data_fingerprint": "a", "micro_batches": batches}
+        (tmp_path / f"bad_step_{step:08d}.json").write_text(json.dumps(record))
+
+    dump(4, 2.0, "nan")
+    dump(5, 2.0, "nan")
+    dump(6, "nan", 2.0)
+    samples, rank, other = [check.text for check in bad_step_checks(tmp_path, "a")]
+    assert samples.endswith("; look at these samples, or lower train.learning_rate")
+    assert "a loss of nan in 1 of 2 micro-batches, all of rank 1 as in the step before: its weights or device" in rank
+    assert rank.endswith("start again from the last checkpoint, and look at the machine of rank 1 if it comes back")
+    assert other.endswith("; look at these samples, or lower train.learning_rate")
+
+
 def test_the_doctor_says_that_steps_were_skipped(trained):
     recipe, run = trained
     (run / "bad_step_00000002.json").write_text("{}")

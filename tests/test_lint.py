@@ -200,6 +200,12 @@ def test_wrong_lengths(lengths, code):
     assert codes(in_rows() | {"seq_lens": lengths})[0] == code
 
 
+def test_lengths_that_overflow_when_they_are_added():
+    batch = packed() | {"seq_lens": np.full(4, 2**62)}
+    del batch["actual_seq_qlen"]
+    assert codes(batch)[0] == "LEN-WRONG"
+
+
 def test_positions_that_do_not_restart():
     batch = packed()
     batch["position_ids"] = np.arange(16, dtype=np.int32)
@@ -247,6 +253,7 @@ def test_files_that_hold_no_batch(tmp_path, name, content, message):
     ("line", "code", "message"),
     [
         (b"[1, 2]", "DATA-SOURCE", "must be a JSON object of lists, got .* in .*a.jsonl line 2; mend or remove"),
+        (b"[" * 100_000, "DATA-SOURCE", "must be a JSON object of lists, got .* in .*a.jsonl line 2; mend or remove"),
         (b'{"input_ids": [1, 2', "DATA-SOURCE", "must be a JSON object of lists"),
         (b'{"input_ids": [[1, 2], [3]]}', "DATA-SOURCE", "must be a JSON object of lists"),
         ('{"text": "\xe9"}'.encode("latin-1"), "DATA-SOURCE", "must be a JSON object of lists"),

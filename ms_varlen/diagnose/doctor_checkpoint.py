@@ -72,19 +72,31 @@ def bad_step_checks(folder: Path, data_fingerprint: str) -> Iterator[Check]:
         data_fingerprint: of the token store in use, which sample ids belong to.
     """
     paths = sorted(folder.glob("bad_step_*.json"))
-    records: dict[Path, dict[str, Any]] = {}
+    lost: dict[int, set[int]] = {}  # ranks by step
     for path in paths:
         try:
-            records[path] = json.loads(path.read_bytes())
-            text = _describe(records[path], data_fingerprint, [record["step"] for record in records.values()])
+            record = json.loads(path.read_bytes())
+            text = _describe(record, data_fingerprint, lost)
+            lost[record["step"]] = _lost_ranks(record)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             text = f"the file must be what training writes, got {type(error).__name__} ({error}); delete it"
         if path in paths[-SHOWN_STEPS:]:
             yield Check("skipped", YELLOW, f"{path} (of {len(paths)}): {text}", "LOSS-NAN")
 
 
-def _describe(record: Mapping[str, Any], data_fingerprint: str, bad: list[int]) -> str:
-    """Which samples a skipped step had, what was not finite, and what to do; `bad`: all such steps up to it."""
+def _lost_ranks(record: Mapping[str, Any]) -> set[int]:
+    """Ranks that had no finite loss at all in a skipped step."""
+    batches = record["micro_batches"]
+    return {batch["rank"] for batch in batches} - {
+        batch["rank"] for batch in batches if not isinstance(batch["loss_sum"], str)
+    }
+
+
+def _describe(record: Mapping[str, Any], data_fingerprint: str, before: Mapping[int, set[int]]) -> str:
+    """Which samples a skipped step had, what was not finite, and what to do.
+
+    `before` holds the ranks that were lost in all skipped steps up to it, by step.
+    """
     batches = record["micro_batches"]
     lost = [batch for batch in batches if isinstance(batch["loss_sum"], str)]
     # Older runs wrote down the losses alone.
@@ -97,9 +109,15 @@ def _describe(record: Mapping[str, Any], data_fingerprint: str, bad: list[int]) 
     else:
         found = f"finite losses and a gradient norm of {record['grad_norm']} over {len(batches)} micro-batches"
         advice = "lower train.learning_rate"
-    if len(lost) == len(batches) and record["step"] - 1 in bad:
+    again = sorted(_lost_ranks(record) & before.get(record["step"] - 1, set()))
+    if len(lost) == len(batches) and record["step"] - 1 in before:
         found += " after a step that was skipped too, so the weights are to blame, not these samples"
         advice = "go back to a checkpoint before it and lower train.learning_rate"
+    elif again:
+        found += (
+            f", all of rank {again[0]} as in the step before: its weights or device are to blame, not these samples"
+        )
+        advice = f"start again from the last checkpoint, and look at the machine of rank {again[0]} if it comes back"
     rule = f"loss and gradient of step {record['step']} must be finite"
     worst = (lost or overflown or batches)[0]
     ids, lengths = (_shortened(worst[name]) for name in ("sample_ids", "seq_lens"))

@@ -127,7 +127,7 @@ def _json_batch(where: str, line: bytes) -> dict[str, np.ndarray]:
     try:
         entry = json.loads(line)
         return {name: np.asarray(values) for name, values in entry.items() if isinstance(values, list)}
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise DataError(
             f"a line must be a JSON object of lists, got {error}, in {where}; mend or remove the line"
         ) from error

@@ -167,10 +167,11 @@ def _plain_findings(name: str, lengths: np.ndarray, rows: Rows, by_row: bool) ->
     else:
         exact = rows.kept is not None
         most = rows.ids.size if rows.kept is None else int(rows.kept.sum())
-        if flat.sum() > most or (exact and flat.sum() != most):
+        total = sum(flat.tolist())  # lengths that are none would overflow int64
+        if total > most or (exact and total != most):
             yield Finding(
                 "LEN-WRONG",
-                f"{name} must sum to {'' if exact else 'at most '}{most} tokens, got {int(flat.sum())}; count lengths "
+                f"{name} must sum to {'' if exact else 'at most '}{most} tokens, got {total}; count lengths "
                 "after cutting",
             )
 
