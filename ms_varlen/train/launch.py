@@ -193,7 +193,7 @@ class Launch:
         saved = self._msrun.returncode == 0 or self._left_alone or (self._msrun_killed and self._stop.asked)
         if status == 0 and saved and not self._scheduler_failed:
             return 0
-        if self._stop.number is not None and (self._asked_early or status == INTERRUPTED) and not self._at_once:
+        if self._stop.number is not None and (self._asked_early or (status == INTERRUPTED and not self._at_once)):
             _say(f"stopped on {signal.Signals(self._stop.number).name} before the first step; nothing to save")
             return 128 + self._stop.number
         if status == 0 and self._msrun_killed:
