@@ -160,7 +160,7 @@ def test_steps_that_cannot_be_applied_change_nothing_and_training_goes_on(tiny, 
     ids = np.sort(skipped["sample_ids"]).astype("<i8")
     assert hashlib.sha256(ids.tobytes()).hexdigest() == skipped["sample_ids_sha256"]
     assert "step 2 is skipped: its loss or gradient is not finite: " in done.stderr
-    assert "(1 skipped so far); sample ids [" in done.stderr
+    assert "(1 skipped so far)" in done.stderr
     assert (unlabelled["loss"], unlabelled["tokens_supervised"]) == (0, 0)
     assert "step 4 has no supervised token: its loss is 0 and no weight changes" in done.stderr
     assert 0 < half["tokens_supervised"] < clean[4]["tokens_supervised"]
