@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tiny_recipe import TINY
 
 from ms_varlen.errors import CheckpointError
 from ms_varlen.train.graphs import TrainingGraphs
@@ -22,22 +23,14 @@ def recipe_values(tmp_path_factory):
     texts = [f"{i} sheep, " * (1 + i % 5) for i in range(40)]
     (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return {
+        **TINY,
         "data": {
             "source": str(folder / "corpus.jsonl"),
             "tokenizer": "bytes",
             "eval_fraction": 0.3,
             "store_dir": str(folder / "stores"),
         },
-        "batch": {"token_budget": 128},
-        "shapes": {"divisor": 16},
-        "model": {
-            "config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
-            "variable_seq_lengths": True,
-            "seq_length": 64,
-            "max_position_embeddings": 64,
-        },
         "train": {"steps": 2, "learning_rate": 0.01, "eval_every": 1},
-        "graph": {"mode": "pynative"},
         "checkpoint": {"output_dir": str(folder / "output")},
     }
 

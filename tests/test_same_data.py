@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from tiny_recipe import TINY
 
 from ms_varlen.checkpoint.same_data import check_data
 from ms_varlen.diagnose.alignment import recipe_hash
@@ -30,17 +31,9 @@ def write(path, shift=0, unsupervised=1):
 def recipe_on(corpus, output, steps, store_dir):
     return parse_recipe(
         {
+            **TINY,
             "data": {"source": str(corpus), "tokenizer": "bytes", "eval_fraction": 0.0, "store_dir": str(store_dir)},
-            "batch": {"token_budget": 128},
-            "shapes": {"divisor": 16},
-            "model": {
-                "config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
-                "variable_seq_lengths": True,
-                "seq_length": 64,
-                "max_position_embeddings": 64,
-            },
             "train": {"steps": steps, "learning_rate": 0.01, "schedule": "constant"},
-            "graph": {"mode": "pynative"},
             "checkpoint": {"output_dir": str(output)},
         }
     )

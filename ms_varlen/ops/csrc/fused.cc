@@ -226,7 +226,7 @@ MS_VARLEN_SHAPES(std::vector<Shape>, SwigluBackward) {
 MS_VARLEN_KERNEL(SwigluForward) {
   if (!fits(shape_of(ndims, shapes, 1) == shape_of(ndims, shapes, 0), "Swiglu", "gate and up must have one shape"))
     return kBadShape;
-  const int64_t count = rows_of(ndims, shapes, 0) * shapes[0][ndims[0] - 1];
+  const int64_t count = values_of(ndims, shapes, 0);
   each_vector<2, 1>({static_cast<float*>(params[0]), static_cast<float*>(params[1])}, {static_cast<float*>(params[2])},
                     count, [](const Vec* a, Vec* y) { y[0] = a[0] * sigmoid(a[0]) * a[1]; });
   return 0;
@@ -234,7 +234,7 @@ MS_VARLEN_KERNEL(SwigluForward) {
 
 // gate up d_y -> d_gate d_up
 MS_VARLEN_KERNEL(SwigluBackward) {
-  const int64_t count = rows_of(ndims, shapes, 0) * shapes[0][ndims[0] - 1];
+  const int64_t count = values_of(ndims, shapes, 0);
   each_vector<3, 2>({static_cast<float*>(params[0]), static_cast<float*>(params[1]), static_cast<float*>(params[2])},
                     {static_cast<float*>(params[3]), static_cast<float*>(params[4])}, count, [](const Vec* a, Vec* d) {
                       const Vec s = sigmoid(a[0]), silu = a[0] * s;

@@ -24,6 +24,11 @@ inline int64_t axis_size(const int* ndims, int64_t** shapes, int input, int axis
 inline Shape shape_of(const int* ndims, int64_t** shapes, int input) {
   return Shape(shapes[input], shapes[input] + ndims[input]);
 }
+inline int64_t values_of(const int* ndims, int64_t** shapes, int input) {
+  int64_t values = 1;
+  for (int i = 0; i < ndims[input]; ++i) values *= shapes[input][i];
+  return values;
+}
 
 // Kernels read as far as one input's shape says: another one that is smaller would be read past its end.
 constexpr int kBadShape = 9;

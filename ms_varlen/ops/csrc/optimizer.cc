@@ -12,12 +12,6 @@ namespace {
 
 constexpr int64_t kBlock = 16384;  // values a thread takes at once
 
-int64_t values_of(const int* ndims, int64_t** shapes, int input) {
-  int64_t values = 1;
-  for (int i = 0; i < ndims[input]; ++i) values *= shapes[input][i];
-  return values;
-}
-
 double block_squares(const float* x, int64_t count) {
   Vec lanes{};
   int64_t i = 0;
