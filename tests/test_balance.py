@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 
 import numpy as np
@@ -46,6 +47,14 @@ def plans(draw):
     return lengths, order, offsets, grid
 
 
+def padded_costs(lengths, costs, order, offsets, grid):
+    """[steps, R] work of each rank in each whole step, padding included."""
+    whole = (offsets.size - 1) // grid.parts * grid.parts
+    batches = itertools.pairwise(offsets[: whole + 1])
+    work = [costs[order[a:b]].sum() + grid.padding[lengths[order[a:b]].sum()] for a, b in batches]
+    return np.reshape(work, (-1, grid.world_size, grid.micro_batches)).sum(axis=2)
+
+
 def test_imbalance_is_the_excess_of_the_slowest_over_the_mean():
     assert imbalance(np.array([[3.0, 1.0], [2.0, 2.0]])).tolist() == [0.5, 0.0]
 
@@ -55,10 +64,19 @@ def test_nine_samples_over_four_ranks():  # B04
     assert np.bincount(parts).tolist() == [3, 2, 2, 2]
 
 
-def test_longest_first_is_mended_by_swaps():
+def test_longest_first_is_mended_by_sharing_anew():
     costs = np.array([5, 5, 4, 4, 3, 3, 3])  # longest first alone ends at 11, 8, 8
     parts = balance_step(costs, costs, StepGrid(3, 1, NO_LIMIT, NO_LIMIT))
-    assert parts.tolist() == [2, 1, 1, 2, 0, 0, 0]  # 9, 9, 9
+    assert parts.tolist() == [0, 2, 0, 2, 1, 1, 1]  # 9, 9, 9
+
+
+def test_padding_counts_as_work():
+    lengths, costs = np.array([3, 3, 2, 2]), np.array([5, 5, 6, 4])
+    grid = StepGrid(2, 1, 10, 9)
+    assert balance_step(lengths, costs, grid).tolist() == [1, 1, 0, 0]  # 10, 10
+    # In fives, 3 + 3 tokens are 4 of padding, 14; 3 + 2 are none.
+    grid = dataclasses.replace(grid, padding=-np.arange(11) % 5)
+    assert balance_step(lengths, costs, grid).tolist() == [0, 1, 0, 1]  # 11, 9
 
 
 def test_ranks_are_balanced_and_not_their_micro_batches():
@@ -116,9 +134,10 @@ def test_no_swap_breaks_the_budget_of_either_rank():
 
 
 @settings(deadline=None)
-@given(plans())
-def test_steps_keep_their_samples_and_parts_their_limits(plan):
+@given(plans(), st.integers(1, 7))
+def test_steps_keep_their_samples_and_parts_their_limits(plan, divisor):
     lengths, order, offsets, grid = plan
+    grid = dataclasses.replace(grid, padding=-np.arange(grid.token_budget + 1) % divisor)
     costs = np.random.default_rng(0).integers(1, 50, lengths.size)  # not by length, so that limits and balance conflict
     new_order, new_offsets = balance_plan(lengths, costs.take, order, offsets, grid)
     whole = (offsets.size - 1) // grid.parts * grid.parts
@@ -131,8 +150,23 @@ def test_steps_keep_their_samples_and_parts_their_limits(plan):
     assert sizes.min() >= 1
     assert sizes.max() <= grid.max_segments
     assert np.add.reduceat(lengths[new_order], new_offsets[:-1]).max() <= grid.token_budget
-    before, after = (rank_costs(costs.take, *p, grid).max(axis=1) for p in [(order, offsets), (new_order, new_offsets)])
-    assert (after <= before * (1 + 1e-9)).all()
+    before, after = (padded_costs(lengths, costs, *p, grid) for p in [(order, offsets), (new_order, new_offsets)])
+    assert (after.max(axis=1) <= before.max(axis=1) * (1 + 1e-9)).all()
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 20), min_size=2, max_size=balance.SHARED), st.integers(1, 9), st.integers(0, 9))
+def test_few_samples_of_two_ranks_are_dealt_in_the_best_way(lengths, divisor, seed):
+    lengths = np.array(lengths)
+    costs = lengths + np.random.default_rng(seed).integers(1, 50, lengths.size)  # a token is work, as padding is
+    grid = StepGrid(2, 1, 120, 8, -np.arange(121) % divisor)
+    ways = np.array(list(itertools.product([0, 1], repeat=lengths.size)))
+    tokens, work, samples = (np.stack([(1 - ways) @ v, ways @ v]) for v in (lengths, costs, np.ones(lengths.size, int)))
+    possible = (tokens <= 120).all(axis=0) & (samples >= 1).all(axis=0) & (samples <= 8).all(axis=0)
+    slowest = (work + grid.padding[np.minimum(tokens, 120)]).max(axis=0)[possible].min()
+    parts = balance_step(lengths, costs, grid)
+    found = np.bincount(parts, costs) + grid.padding[np.bincount(parts, lengths).astype(int)]
+    assert found.max() <= max(slowest, found.mean() * (1 + balance.GOOD_ENOUGH)) + 1e-9
 
 
 @settings(deadline=None)

@@ -62,7 +62,7 @@ def check_plan(folder: Path, steps: int, plans: EpochPlans, place: PlanState, da
     check_data(folder / PLAN_FILE, plan, data_fingerprint, f"begin anew {WEIGHTS_ALONE}")
     if plan["plan_fingerprint"] == plans.fingerprint:
         return
-    before = PlanSettings(**{**plan["settings"], "row_lengths": tuple(plan["settings"]["row_lengths"])})
+    before = PlanSettings.from_dict(plan["settings"])
     if before.per_step == plans.settings.per_step:
         old, saved = EpochPlans(plans.lengths, "", before), saved_plan_state(folder, steps)
         old_place = PlanState(saved["epoch"], saved["step"])

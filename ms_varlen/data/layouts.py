@@ -20,6 +20,7 @@ import numpy as np
 
 from ms_varlen.errors import DataError, LengthsError
 from ms_varlen.lengths import SeqLens, check_ends, check_lengths
+from ms_varlen.planning.cost import tail_squares
 
 IGNORE_INDEX = -100
 """Label of a token without loss."""
@@ -88,8 +89,7 @@ class Layout:
             segments = np.add.reduceat(squares + np.square(row_lengths - seq_lens), offsets[:-1])
         else:
             segments = np.add.reduceat(squares, offsets[:-1])
-        whole, rest = np.divmod(computed - needed, self.seq_length)
-        return segments + whole * self.seq_length**2 + rest**2
+        return segments + tail_squares(computed - needed, self.seq_length)
 
     def made_up(self, tokens: int) -> SeqLens:
         """Lengths of a micro-batch of T = `tokens` that holds one token, for compiling a graph."""

@@ -90,5 +90,18 @@ class CostModel:
         return rows * row_length * (self.linear + self.quadratic * row_length)
 
 
+def tail_squares(padding: np.ndarray, seq_length: int) -> np.ndarray:
+    """Squares of the segments of a padded tail, summed: none is longer than `seq_length`.
+
+    Args:
+        padding: [...] ints, tokens of padding at the end of a micro-batch.
+        seq_length: the longest segment allowed, in tokens.
+    Returns:
+        [...] ints.
+    """
+    whole, rest = np.divmod(padding, seq_length)
+    return whole * seq_length**2 + rest**2
+
+
 TOKENS = CostModel(linear=1.0, quadratic=0.0)
 """Counts tokens alone: the cost behind `pad_ratio` and `padding_overhead`."""

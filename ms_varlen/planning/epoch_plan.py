@@ -24,7 +24,7 @@ from ms_varlen.planning.balance import (
 )
 from ms_varlen.planning.batching import reorder, row_offsets, token_budget_offsets
 from ms_varlen.planning.buckets import bucket_of
-from ms_varlen.planning.cost import CostModel
+from ms_varlen.planning.cost import CostModel, tail_squares
 from ms_varlen.planning.packing import pack_shuffled
 from ms_varlen.planning.remainder import TrainedSet, original_ids
 from ms_varlen.planning.windows import bucket_rows, bucketed_batches, windowed_batches
@@ -51,6 +51,10 @@ class PlanSettings:
         row_lengths: lengths that rows may have, in tokens, increasing ("bucketed", and "rows" with a window).
         window: samples that are sorted by length together ("rows" only); None sorts nothing.
         quadratic_cost: work of a sequence of s tokens is ``s + quadratic_cost * s * s``; ranks are balanced by it.
+        divisor: T of a micro-batch is its tokens rounded up to a multiple of it; the padding is part of its work
+            ("token_budget" with several ranks only, and so the next two).
+        token_sizes: what T may be instead, in tokens, increasing.
+        seq_length: longest segment of a padded tail, in tokens.
     """
 
     policy: Literal["token_budget", "packed", "bucketed", "rows"]
@@ -62,6 +66,15 @@ class PlanSettings:
     row_lengths: tuple[int, ...] = ()
     window: int | None = None
     quadratic_cost: float = 0.0
+    divisor: int = 1
+    token_sizes: tuple[int, ...] = ()
+    seq_length: int = 1
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "PlanSettings":
+        """Settings that were written as JSON."""
+        tuples = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        return cls(**{**values, **tuples})
 
     def fingerprint(self, lengths_fingerprint: str) -> str:
         """A hash of the settings and of the lengths that a plan is made from."""
@@ -72,6 +85,12 @@ class PlanSettings:
     def per_step(self) -> int:
         """Micro-batches of a step over all ranks."""
         return self.world_size * self.micro_batches
+
+    def computed_tokens(self, tokens: np.ndarray) -> np.ndarray:
+        """T of micro-batches that hold so many tokens, as far as the plan knows: [...] ints of [...] ints."""
+        if self.token_sizes:
+            return np.array(self.token_sizes)[np.searchsorted(self.token_sizes, tokens)]
+        return -(-tokens // self.divisor) * self.divisor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +200,10 @@ def _balanced(
         return cost.cost(lengths[ids])
 
     if settings.policy == "token_budget":
-        grid = StepGrid(settings.world_size, settings.micro_batches, settings.size, settings.max_segments)
+        tokens = np.arange(settings.size + 1)
+        padding = settings.computed_tokens(tokens) - tokens
+        work = padding + settings.quadratic_cost * tail_squares(padding, settings.seq_length)
+        grid = StepGrid(settings.world_size, settings.micro_batches, settings.size, settings.max_segments, work)
         return balance_plan(lengths, costs_of, order, offsets, grid)
     # Rows of one length, or samples that fit together, stay together: whole micro-batches are dealt.
     costs = micro_batch_costs(costs_of, order, offsets)
@@ -312,8 +334,7 @@ class EpochPlans:
         Raises:
             CheckpointError: it belongs to another corpus.
         """
-        settings = {**values["settings"], "row_lengths": tuple(values["settings"]["row_lengths"])}
-        old = EpochPlans(self.lengths, self._lengths_fingerprint, PlanSettings(**settings))
+        old = EpochPlans(self.lengths, self._lengths_fingerprint, PlanSettings.from_dict(values["settings"]))
         trained = old.trained(old.resume(values))
         if not trained.count:
             return PlanState(values["epoch"], 0)

@@ -9,7 +9,7 @@ import numpy as np
 from ms_varlen.data.layouts import Layout
 from ms_varlen.data.store import Progress, TokenStore, prepare_store
 from ms_varlen.graph.compile_watch import check_graphs
-from ms_varlen.graph.shapes import TokenShapes
+from ms_varlen.graph.shapes import TokenShapes, round_up
 from ms_varlen.models.config import DecoderConfig
 from ms_varlen.planning.buckets import auto_boundaries, batch_maximum_counts, length_counts
 from ms_varlen.planning.cost import TOKENS, CostModel
@@ -194,7 +194,7 @@ def plan_lengths(
 ) -> tuple[EpochPlans, TokenShapes, Layout]:
     """The plans of a recipe on some lengths, the sizes of T, and how micro-batches are laid out."""
     row_lengths = recipe_row_lengths(recipe, lengths, cost)
-    settings = dataclasses.replace(plan_settings(recipe, row_lengths, cost), world_size=world_size)
+    settings = plan_settings(recipe, row_lengths, cost, world_size)
     plans = EpochPlans(lengths.train, lengths.fingerprint, settings, share)
     shapes = recipe_shapes(recipe, plans, row_lengths, most_sizes(recipe, lengths))
     rows = recipe.batch.size if recipe.mode == "padded" else 0
@@ -232,27 +232,42 @@ def most_sizes(recipe: Recipe, lengths: SampleLengths) -> int:
     return max(1, recipe.graph.max_graphs - 1 - evaluates)
 
 
-def plan_settings(recipe: Recipe, row_lengths: tuple[int, ...], cost: CostModel) -> PlanSettings:
-    """What a recipe's plans depend on. Segments that padding forms are kept out of the planner's cap."""
-    batch, mode = recipe.batch, recipe.mode
+def plan_settings(recipe: Recipe, row_lengths: tuple[int, ...], cost: CostModel, world_size: int = 1) -> PlanSettings:
+    """What a recipe's plans depend on. Segments that padding forms are kept out of the planner's cap.
+
+    The sizes of T decide only how samples are dealt to several ranks, and never which samples make a step.
+    """
+    batch, mode, shapes = recipe.batch, recipe.mode, recipe.shapes
     segments = batch.max_segments
     if mode != "padded":
-        shapes = recipe.shapes
         segments -= tail_segments(
             shapes.kind, shapes.min or shapes.divisor, batch.size, shapes.divisor, recipe.model.seq_length
         )
     if mode == "bucketed":
         segments //= 2  # a row is two segments, its sample and its tail
+    deals_samples = mode == "varlen" and world_size > 1
     return PlanSettings(
         policy=POLICIES[mode],
         size=batch.size,
         max_segments=segments,
         micro_batches=batch.micro_batches,
         seed=recipe.train.seed,
+        world_size=world_size,
         row_lengths=row_lengths if mode == "bucketed" or batch.window is not None else (),
         window=batch.window,
         quadratic_cost=cost.quadratic / cost.linear,
+        divisor=shapes.divisor if deals_samples else 1,
+        token_sizes=_known_token_sizes(recipe) if deals_samples else (),
+        seq_length=recipe.model.seq_length if deals_samples else 1,
     )
+
+
+def _known_token_sizes(recipe: Recipe) -> tuple[int, ...]:
+    """The sizes of T of a varlen recipe before it is planned; none where they are a range, or picked on the plan."""
+    shapes = recipe.shapes
+    if shapes.kind == "static":
+        return (round_up(shapes.max or recipe.batch.size, shapes.divisor),)
+    return tuple(shapes.token_sizes) if isinstance(shapes.token_sizes, list) else ()
 
 
 def recipe_shapes(recipe: Recipe, plans: EpochPlans, row_lengths: tuple[int, ...], most: int) -> TokenShapes:
