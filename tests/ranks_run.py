@@ -198,6 +198,28 @@ def nan_on_one_rank(folder, rank):
 
 
 @scenario
+def drifted(folder, rank):
+    """A weight of rank 1 changes a little before step 2."""
+    from mindspore import Tensor, ops
+
+    from ms_varlen.train.graphs import TrainingGraphs
+
+    original, calls = TrainingGraphs.accumulate, []
+
+    def faulty(graphs, columns):
+        calls.append(columns)
+        if len(calls) == 2 and rank == 1:
+            weight = graphs.accumulate_cell.weights[2]
+            value = weight.asnumpy().copy()
+            value.flat[0] += 1e-4
+            ops.assign(weight, Tensor(value))
+        return original(graphs, columns)
+
+    with mock.patch.object(TrainingGraphs, "accumulate", faulty):
+        return train(values(folder, "drift"))
+
+
+@scenario
 def nan_gradient_of_one_rank(folder, rank):
     """The second micro-batch of rank 1 has an infinite gradient and a finite loss, whenever it is computed."""
     from mindspore import Tensor, ops

@@ -177,6 +177,17 @@ def test_a_nan_of_one_rank_skips_the_step_on_all_and_is_written_down(folder, two
     assert (record["step"], record["layout"]["mode"]) == (2, "varlen")
 
 
+def test_ranks_whose_weights_drifted_apart_save_nothing(folder, two):
+    outcomes = [outcome["drifted"] for outcome in two]
+    assert outcomes[0]["error"] == outcomes[1]["error"]
+    assert re.match(
+        r"the weights must be the same on all ranks, but after step 2 those of rank 1 are not those of rank 0 in "
+        r"\d+ of \d+ parameters, first in \S+ \(1 of 2 ranks agree\); nothing was saved",
+        outcomes[0]["error"],
+    )
+    assert checkpoints(folder / "drift" / "varlen") == [1]
+
+
 def test_whose_gradient_was_not_finite_is_found_though_ranks_added_it_up(folder, two):
     run = folder / "inf" / "varlen"
     assert [line.get("skipped", False) for line in metrics(run)] == [True, False]

@@ -24,6 +24,7 @@ from ms_varlen.testing.flash_attention import flash_attention_score, move_to_dev
 from ms_varlen.train.exchange import Exchange, connect
 from ms_varlen.train.ranks import Ranks
 from ms_varlen.train.recipe import load_recipe
+from ms_varlen.train.replicas import check_replicas
 from ms_varlen.train.step_reports import StepLengths, StepPlace, StepReports
 from ms_varlen.train.workload import prepare
 
@@ -33,6 +34,7 @@ RANK_FAULTS = {
     "a rank with its lengths in another order": "RANK-DIFFERS",
     "a rank at another step": "RANK-DIFFERS",
     "a rank with another recipe": "RANK-DIFFERS",
+    "a rank with other weights": "RANK-DRIFT",
     "a rank that is gone": "RANK-LOST",
 }
 """What can be wrong with the last of two ranks, and the code that every rank that is left must give."""
@@ -41,7 +43,7 @@ DEVICE_FAULT = "ends that were moved to the NPU"
 
 
 def find_between_ranks(recipe: Path, fault: str | None) -> tuple[str, str | None, float]:
-    """(who found it, the code, seconds) of a step's exchange of lengths between two ranks; nobody where all is well.
+    """(who found it, the code, seconds) of what two ranks exchange in a step and a save; nobody where all is well.
 
     Args:
         recipe: whose first step the ranks are about to train.
@@ -67,6 +69,8 @@ def find_between_ranks(recipe: Path, fault: str | None) -> tuple[str, str | None
         place = StepPlace(step, PlanState(0, 0), loaded.mode, workload.plans.fingerprint)
         found = StepLengths.of_columns([batches.columns(ids)])
         StepReports(exchange, 1, loaded.batch.max_segments).check(place, found, planned)
+        weight = np.full((2, 3), 1.0 + 2**-23 * (planted == "a rank with other weights"), np.float32)  # the last bit
+        check_replicas(exchange, [("weight", weight)], step=1)
 
     errors = on_two_ranks(work)
     left = errors[:1] if fault == "a rank that is gone" else errors

@@ -31,6 +31,7 @@ from ms_varlen.train.exchange import Exchange
 from ms_varlen.train.graphs import TrainingGraphs
 from ms_varlen.train.profiling import StepProfiler
 from ms_varlen.train.ranks import Ranks, StopRequest
+from ms_varlen.train.replicas import check_replicas
 from ms_varlen.train.schedule import learning_rate
 from ms_varlen.train.step_reports import StepCounts, StepLengths, StepPlace, StepReports
 from ms_varlen.train.workload import Workload
@@ -268,7 +269,9 @@ class TrainingLoop:
 
         Raises:
             VarlenError: the save failed, and the recipe says to stop or it is the last one.
+            RanksError: ranks hold different weights; none of them is saved.
         """
+        check_replicas(self._exchange, self._graphs.each_weight(), self._step)
         self._exchange.together(lambda: self._written(last) if self._exchange.ranks.writes else None)
         # Whether there is something to save is decided by all ranks alike.
         self._saved_step = self._exchange.messages({"saved_step": self._saved_step})[0]["saved_step"]

@@ -1,0 +1,41 @@
+"""Whether data-parallel ranks still hold the same weights, bit for bit.
+
+They start alike and take the same steps, so they stay alike unless a device or its memory fails without a word; from
+then on each adds the gradient of another model. Losses do not tell, for every rank has samples of its own.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+
+from ms_varlen.errors import RanksError
+from ms_varlen.train.exchange import Exchange
+
+
+def check_replicas(exchange: Exchange, weights: Iterable[tuple[str, np.ndarray]], step: int) -> None:
+    """Compare the weights of all ranks by their SHA-256: about 1.5 GB/s a rank, and 100 bytes a parameter sent.
+
+    Args:
+        weights: names and values (host), in the same order on every rank; not asked for where there is one rank.
+        step: steps done, for the message.
+    Raises:
+        RanksError: they differ; the same message on every rank.
+    """
+    if exchange.ranks.size == 1:
+        return
+    hashes = {name: hashlib.sha256(np.ascontiguousarray(value).data).hexdigest() for name, value in weights}
+    ranks = [tuple(message.items()) for message in exchange.messages(hashes)]
+    most, count = Counter(ranks).most_common(1)[0]  # of equally many, those of the lowest rank
+    odd = [rank for rank, found in enumerate(ranks) if found != most]
+    if odd:
+        found = dict(ranks[odd[0]])
+        names = [name for name, value in most if found[name] != value]
+        raise RanksError(
+            f"the weights must be the same on all ranks, but after step {step} those of rank {odd[0]} are not those of "
+            f"rank {ranks.index(most)} in {len(names)} of {len(most)} parameters, first in {names[0]} ({count} of "
+            f"{len(ranks)} ranks agree); nothing was saved. Look for faults of the device or its memory, and start "
+            "again: the run goes on from its last checkpoint",
+            "RANK-DRIFT",
+        )
