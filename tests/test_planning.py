@@ -1,5 +1,6 @@
 import dataclasses
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -104,6 +105,32 @@ def test_a_state_of_other_settings_is_refused():  # R03
     old = EpochPlans(lengths, "f", plan_settings(size=1536))
     with pytest.raises(CheckpointError, match=r"plan.fingerprint must be"):
         EpochPlans(lengths, "f", plan_settings(size=1500)).resume(old.to_dict(old.start()))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_from_before_plans_knew_the_sizes_goes_on(ranks):
+    lengths = np.random.default_rng(0).integers(1, 9, 200).astype(np.int32)
+    before = EpochPlans(lengths, "f", plan_settings(world_size=ranks))
+    saved = before.to_dict(PlanState(0, 3))
+    for name in ("divisor", "token_sizes", "seq_length"):
+        del saved["settings"][name]
+    sizes = {"divisor": 4, "seq_length": 8} if ranks > 1 else {}
+    now = EpochPlans(lengths, "f", plan_settings(world_size=ranks, **sizes))
+    state = now.resume(saved) if ranks == 1 else now.resume_changed(json.loads(json.dumps(saved)))
+    assert (now.fingerprint == before.fingerprint) == (ranks == 1)
+    plan = now.epoch(0)
+    rest = plan.order[plan.offsets[state.step * ranks] :]
+    assert sorted([*before.epoch(0).trained_ids(3), *rest]) == list(range(200))
+
+
+def test_the_sizes_of_t_decide_who_trains_a_sample_and_never_when():
+    lengths = np.random.default_rng(0).integers(1, 9, 200).astype(np.int32)
+    declared = [{}, {"divisor": 16}, {"token_sizes": (24, 36, 48)}]
+    chosen = [plan_settings(size=48, world_size=2, quadratic_cost=0.1, **sizes) for sizes in declared]
+    plans = [EpochPlan(lengths, settings, 0) for settings in chosen]
+    assert len({plan.order.tobytes() for plan in plans}) == 3
+    for step in range(plans[0].num_steps):
+        assert len({tuple(sorted(plan.step_ids(step))) for plan in plans}) == 1
 
 
 def test_resume_in_the_second_epoch_equals_the_uninterrupted_run():  # R04

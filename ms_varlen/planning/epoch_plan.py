@@ -32,6 +32,9 @@ from ms_varlen.planning.windows import bucket_rows, bucketed_batches, windowed_b
 PlanArrays = tuple[np.ndarray, np.ndarray]
 """Order and offsets of a plan."""
 
+ADDED = {"divisor": 1, "token_sizes": (), "seq_length": 1}
+"""Settings that the first checkpoints do not have, and their values then, which leave the fingerprint as it was."""
+
 SharePlan = Callable[[str, Callable[[], PlanArrays]], PlanArrays]
 """Gives the plan of a name, made by the function unless somebody else has made it."""
 
@@ -78,7 +81,8 @@ class PlanSettings:
 
     def fingerprint(self, lengths_fingerprint: str) -> str:
         """A hash of the settings and of the lengths that a plan is made from."""
-        text = json.dumps([dataclasses.asdict(self), lengths_fingerprint], sort_keys=True)
+        values = {k: v for k, v in dataclasses.asdict(self).items() if k not in ADDED or v != ADDED[k]}
+        text = json.dumps([values, lengths_fingerprint], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     @property
