@@ -41,7 +41,14 @@ def test_a_long_sample_beside_full_ranks_sets_the_floor(tmp_path):
     assert balance.floor == pytest.approx(balance.after)
 
 
-@pytest.mark.parametrize("shapes", [{"kind": "range", "divisor": 10}, {"kind": "static", "divisor": 10}])
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {"kind": "range", "divisor": 10},
+        {"kind": "range", "divisor": 10, "min": 80},
+        {"kind": "static", "divisor": 10},
+    ],
+)
 @pytest.mark.parametrize(("micro_batches", "world_size"), [(1, 2), (1, 4), (2, 2)])
 def test_no_step_is_balanced_better_than_its_floor(tmp_path, shapes, micro_batches, world_size):
     lengths = np.random.default_rng(0).lognormal(3, 0.8, 300).astype(int).clip(5, 90)

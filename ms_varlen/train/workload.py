@@ -263,8 +263,13 @@ def plan_settings(recipe: Recipe, row_lengths: tuple[int, ...], cost: CostModel,
 
 
 def _known_token_sizes(recipe: Recipe) -> tuple[int, ...]:
-    """The sizes of T of a varlen recipe before it is planned; none where they are a range, or picked on the plan."""
+    """The sizes of T of a varlen recipe before it is planned; none where each multiple of the divisor is one, or where
+    they are picked on the plan.
+    """
     shapes = recipe.shapes
+    if shapes.kind == "range" and shapes.min:
+        smallest = round_up(shapes.min, shapes.divisor)
+        return tuple(range(smallest, max(smallest, recipe.batch.size) + 1, shapes.divisor))
     if shapes.kind == "static":
         return (round_up(shapes.max or recipe.batch.size, shapes.divisor),)
     return tuple(shapes.token_sizes) if isinstance(shapes.token_sizes, list) else ()
