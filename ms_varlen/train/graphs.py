@@ -245,13 +245,15 @@ class TrainingGraphs:
         optimizer[APPLIED_STEPS] = np.array(int(cell.applied_steps.asnumpy()), np.int64)
         return self.model_weights(), optimizer
 
-    def each_weight(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Name and value (host) of each fp32 master, one after another; the values are theirs only for now."""
-        return ((weight.name, weight.asnumpy()) for weight in self.accumulate_cell.weights)
+    def each_state(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Name and value (host) of all that a checkpoint holds of the graphs; the values are theirs only for now."""
+        cell = self.apply_cell
+        states = (*self.accumulate_cell.weights, *cell.adam_m, *cell.adam_v, cell.applied_steps)
+        return ((state.name, state.asnumpy()) for state in states)
 
     def model_weights(self) -> dict[str, np.ndarray]:
         """Copies of the fp32 masters by name (host)."""
-        return {name: value.copy() for name, value in self.each_weight()}
+        return {weight.name: weight.asnumpy().copy() for weight in self.accumulate_cell.weights}
 
     def set_weights(self, model: Mapping[str, np.ndarray]) -> None:
         """Take over weights, by name."""

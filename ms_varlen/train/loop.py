@@ -271,7 +271,7 @@ class TrainingLoop:
             VarlenError: the save failed, and the recipe says to stop or it is the last one.
             RanksError: ranks hold different weights; none of them is saved.
         """
-        check_replicas(self._exchange, self._graphs.each_weight(), self._step)
+        check_replicas(self._exchange, self._graphs.each_state(), self._step)
         self._exchange.together(lambda: self._written(last) if self._exchange.ranks.writes else None)
         # Whether there is something to save is decided by all ranks alike.
         self._saved_step = self._exchange.messages({"saved_step": self._saved_step})[0]["saved_step"]

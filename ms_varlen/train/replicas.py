@@ -15,7 +15,7 @@ from ms_varlen.train.exchange import Exchange
 
 
 def check_replicas(exchange: Exchange, weights: Iterable[tuple[str, np.ndarray]], step: int) -> None:
-    """Compare the weights of all ranks by their SHA-256: about 1.5 GB/s a rank, and 100 bytes a parameter sent.
+    """Compare the weights and moments of all ranks by their SHA-256: about 1.5 GB/s a rank, 100 bytes of each sent.
 
     Args:
         weights: names and values (host), in the same order on every rank; not asked for where there is one rank.
@@ -33,9 +33,9 @@ def check_replicas(exchange: Exchange, weights: Iterable[tuple[str, np.ndarray]]
         found = dict(ranks[odd[0]])
         names = [name for name, value in most if found[name] != value]
         raise RanksError(
-            f"the weights must be the same on all ranks, but after step {step} those of rank {odd[0]} are not those of "
-            f"rank {ranks.index(most)} in {len(names)} of {len(most)} parameters, first in {names[0]} ({count} of "
-            f"{len(ranks)} ranks agree); nothing was saved. Look for faults of the device or its memory, and start "
+            f"weights and moments must be the same on all ranks, but after step {step} those of rank {odd[0]} are not "
+            f"those of rank {ranks.index(most)} in {len(names)} of {len(most)} states, first in {names[0]} ({count} "
+            f"of {len(ranks)} ranks agree); nothing was saved. Look for faults of the device or its memory, and start "
             "again: the run goes on from its last checkpoint",
             "RANK-DRIFT",
         )
