@@ -318,9 +318,8 @@ class _Steps:
         active = np.arange(parts.shape[0])
         for attempt in range(ATTEMPTS if self.grid.world_size > 1 else 0):
             loads = self.loads(parts, active)
-            ranks = parts[active] // self.grid.micro_batches
-            held = (ranks == loads.argmax(axis=1)[:, None]).sum(axis=1)
-            active = active[(imbalance(loads) > GOOD_ENOUGH) & (held > 1)]  # a single sample is the floor
+            floor = self.costs[active].max(axis=1)  # a single sample; what pads it may go to others
+            active = active[(imbalance(loads) > GOOD_ENOUGH) & (loads.max(axis=1) > floor)]
             for piece in np.array_split(active, np.arange(STEPS_AT_ONCE, active.size, STEPS_AT_ONCE)):
                 parts[piece] = self._shared_once(parts, piece, attempt)
         return parts

@@ -32,10 +32,11 @@ def check_replicas(exchange: Exchange, weights: Iterable[tuple[str, np.ndarray]]
     if odd:
         found = dict(ranks[odd[0]])
         names = [name for name, value in most if found[name] != value]
+        whose = "" if 2 * count > len(ranks) else ", so whose are wrong is not known"
         raise RanksError(
-            f"weights and moments must be the same on all ranks, but after step {step} those of rank {odd[0]} are not "
-            f"those of rank {ranks.index(most)} in {len(names)} of {len(most)} states, first in {names[0]} ({count} "
-            f"of {len(ranks)} ranks agree); nothing was saved. Look for faults of the device or its memory, and start "
-            "again: the run goes on from its last checkpoint",
+            f"weights and moments must be the same on all ranks, but after step {step} those of rank "
+            f"{', '.join(map(str, odd))} are not those of rank {ranks.index(most)} ({count} of {len(ranks)} ranks "
+            f"agree{whose}): on rank {odd[0]} {len(names)} of {len(most)} differ, first {names[0]}; nothing was saved. "
+            "Look for faults of the device or its memory, and start again: the run goes on from its last checkpoint",
             "RANK-DRIFT",
         )
