@@ -9,10 +9,10 @@ from pydantic import ValidationError
 from ckpt_tools.mindformers_names import ModelClass, WeightLayout
 from ms_varlen.bridge.model_sections import LLAMA_NAMES, QWEN3_NAMES, llama_decoder, qwen3_decoder
 from ms_varlen.errors import CheckpointError
+from ms_varlen.faults import field_faults
 from ms_varlen.models.config import DecoderConfig
 from ms_varlen.models.hugging_face import load_config
 from ms_varlen.train.recipe import load_recipe
-from ms_varlen.train.recipe_faults import field_faults
 
 CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from mindspore import Tensor
 
-from ms_varlen.diagnose.compressed_mask import check_compressed_mask, compressed_mask
 from ms_varlen.errors import VarlenError
 from ms_varlen.ops import ascend_attention
+from ms_varlen.ops.compressed_mask import check_compressed_mask, compressed_mask
 from ms_varlen.testing.flash_attention import flash_attention_score
 from ms_varlen.testing.planted import plant
 

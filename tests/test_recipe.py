@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ms_varlen.errors import RecipeError
+from ms_varlen.faults import BROUGHT_NAMES, key_paths
 from ms_varlen.train.recipe import Recipe, load_recipe, parse_recipe, recipe_schema
-from ms_varlen.train.recipe_faults import BROUGHT_NAMES, key_paths
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
 QUICKSTART = next(path for path in RECIPES if path.stem == "quickstart")

@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ms_varlen.data.store import TokenStore
 from ms_varlen.data.store_files import MANIFEST
 from ms_varlen.errors import DataError, RecipeError
+from ms_varlen.faults import shown
 from ms_varlen.train.recipe import Recipe, parse_recipe
-from ms_varlen.train.recipe_yaml import shown
 
 LOADER_TYPE = "VarlenDataLoader"
 MONITOR_TYPE = "VarlenMonitor"

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ms_varlen.train.recipe_yaml import shown
+from ms_varlen.faults import shown
 
 SECTIONS = (
     "context",

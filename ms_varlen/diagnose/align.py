@@ -18,8 +18,8 @@ from ms_varlen.checkpoint.store import load_checkpoint, read_manifest
 from ms_varlen.data.store import Progress
 from ms_varlen.diagnose.align_sides import Side, dense_side, other_side, parts_of_other
 from ms_varlen.diagnose.bisection import bisect
-from ms_varlen.diagnose.compressed_mask import check_compressed_mask
 from ms_varlen.errors import RecipeError
+from ms_varlen.ops.compressed_mask import check_compressed_mask
 from ms_varlen.planning.epoch_plan import PlanState
 from ms_varlen.train.device import ASCEND, set_up_device
 from ms_varlen.train.graphs import compile_graphs

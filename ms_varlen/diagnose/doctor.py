@@ -15,7 +15,6 @@ from ms_varlen.checkpoint.same_recipe import RECIPE_FILE
 from ms_varlen.data.dataset import Columns, MicroBatches
 from ms_varlen.data.layouts import check_micro_batch
 from ms_varlen.data.store import Progress
-from ms_varlen.diagnose.compressed_mask import check_compressed_mask
 from ms_varlen.diagnose.doctor_checkpoint import checkpoint_checks
 from ms_varlen.diagnose.doctor_environment import environment_checks
 from ms_varlen.diagnose.findings import GREEN, RED, YELLOW, Check, worst
@@ -23,6 +22,7 @@ from ms_varlen.diagnose.folders import folder_fault
 from ms_varlen.diagnose.lint import lint_batch
 from ms_varlen.diagnose.lint_columns import Finding
 from ms_varlen.errors import RecipeError, VarlenError
+from ms_varlen.ops.compressed_mask import check_compressed_mask
 from ms_varlen.train.epoch_numbers import epoch_batches
 from ms_varlen.train.recipe import Recipe, load_recipe
 from ms_varlen.train.workload import Workload, describe_plan, prepare

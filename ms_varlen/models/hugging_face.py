@@ -13,9 +13,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from ms_varlen.errors import RecipeError
+from ms_varlen.faults import field_faults
 from ms_varlen.models.config import DecoderConfig
 from ms_varlen.models.other_nets import FieldFault, not_computed
-from ms_varlen.train.recipe_faults import field_faults
 
 CONFIG_FILE = "config.json"
 

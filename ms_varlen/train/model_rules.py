@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ms_varlen.faults import Fault
 from ms_varlen.models.config import DecoderConfig
-from ms_varlen.train.recipe_yaml import Fault
 
 
 def _heads_fit_ascend(target: str, config: DecoderConfig) -> Iterator[Fault]:

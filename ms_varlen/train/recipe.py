@@ -17,14 +17,14 @@ from pydantic_core import ErrorDetails
 from ms_varlen.checkpoint.config import CheckpointConfig
 from ms_varlen.data.config import DataConfig
 from ms_varlen.errors import RecipeError
+from ms_varlen.faults import Fault, field_faults, key_paths, section_class, unknown_key
 from ms_varlen.graph.config import GraphConfig, ShapesConfig
 from ms_varlen.models.config import ModelConfig
 from ms_varlen.models.hugging_face import read_hugging_face
 from ms_varlen.planning.config import BatchConfig
 from ms_varlen.train.config import DeviceConfig, TrainConfig
-from ms_varlen.train.recipe_faults import field_faults, key_paths, section_class, unknown_key
 from ms_varlen.train.recipe_rules import rule_faults
-from ms_varlen.train.recipe_yaml import Fault, apply_overrides, read_recipe_file
+from ms_varlen.train.recipe_yaml import apply_overrides, read_recipe_file
 
 
 class Recipe(BaseModel):

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ms_varlen.data.config import BYTES, PYDOC, DataConfig, missing_files
+from ms_varlen.faults import Fault, shown
 from ms_varlen.graph.shapes import TokenShapes
 from ms_varlen.train.model_rules import MODEL_RULES
-from ms_varlen.train.recipe_yaml import Fault, shown
 
 
 def _one_length(seq_length: int, max_position_embeddings: int) -> Iterator[Fault]:

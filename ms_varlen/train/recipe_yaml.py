@@ -4,8 +4,6 @@ Plain scalars are read as YAML 1.2 and JSON do: ``1e-3`` is a number, ``off`` an
 Tags, aliases and a second document are refused.
 """
 
-import dataclasses
-import json
 import math
 import re
 from collections.abc import Iterable
@@ -15,23 +13,7 @@ from typing import Any
 import yaml
 
 from ms_varlen.errors import RecipeError
-
-
-@dataclasses.dataclass(frozen=True)
-class Fault:
-    """One fault of a recipe.
-
-    Attributes:
-        path: YAML path of the key, such as "train.steps".
-        text: the rule, the value found and the next step.
-    """
-
-    path: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.text}"
-
+from ms_varlen.faults import Fault, shown
 
 _WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
 _INTEGER = re.compile(r"[-+]?[0-9]{1,40}")
@@ -116,12 +98,6 @@ def apply_overrides(data: dict[str, Any], overrides: Iterable[str]) -> list[Faul
         value = None if node is None else _plain(node, path, faults)
         faults.extend(_set(data, path.split("."), value))
     return faults
-
-
-def shown(value: Any) -> str:
-    """A value as JSON (and YAML) writes it on one line, cut to 60 characters."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _set(data: dict[str, Any], parts: list[str], value: Any) -> list[Fault]:

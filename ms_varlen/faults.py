@@ -1,13 +1,36 @@
 """Faults of single keys: what pydantic found, told by YAML path, with what is allowed and the nearest key."""
 
+import dataclasses
 import difflib
+import json
 from collections.abc import Iterator
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from ms_varlen.train.recipe_yaml import Fault, shown
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """One fault of a recipe.
+
+    Attributes:
+        path: YAML path of the key, such as "train.steps".
+        text: the rule, the value found and the next step.
+    """
+
+    path: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.text}"
+
+
+def shown(value: Any) -> str:
+    """A value as JSON (and YAML) writes it on one line, cut to 60 characters."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
 
 _SIZES = ("shapes.kind", "shapes.min", "shapes.max", "shapes.divisor")
 _LENGTH = ("model.seq_length", "model.max_position_embeddings")
