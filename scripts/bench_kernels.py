@@ -25,7 +25,7 @@ from mindspore import Tensor, nn, ops
 from rich.console import Console
 from rich.table import Table
 
-from ms_varlen.data.dataset import MicroBatches, MicroBatchLoader
+from ms_varlen.batches.dataset import MicroBatches, MicroBatchLoader
 from ms_varlen.diagnose.bench import machine
 from ms_varlen.diagnose.bench_contenders import bench_workload
 from ms_varlen.diagnose.bench_results import spread

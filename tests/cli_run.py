@@ -170,7 +170,7 @@ def in_micro_batch(kind, number):
 
 def without_labels(number):
     """No label in the `number`-th micro-batch that is served."""
-    from ms_varlen.data.dataset import MicroBatches
+    from ms_varlen.batches.dataset import MicroBatches
 
     original, calls = MicroBatches.columns, []
 

@@ -68,7 +68,7 @@ MODES = {
 
 def train(recipe):
     """The summary of a run, and the lengths of the micro-batches of this rank."""
-    from ms_varlen.data.dataset import MicroBatches
+    from ms_varlen.batches.dataset import MicroBatches
     from ms_varlen.train.recipe import parse_recipe
     from ms_varlen.train.run import train
 
@@ -86,7 +86,7 @@ def train(recipe):
 
 def served(change):
     """A change of the columns of the micro-batches that this rank is served."""
-    from ms_varlen.data.dataset import MicroBatches
+    from ms_varlen.batches.dataset import MicroBatches
 
     original = MicroBatches.columns
     return mock.patch.object(MicroBatches, "columns", lambda batches, ids: change(original, batches, ids))

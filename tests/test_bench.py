@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ms_varlen.data.samples import ArraySamples
+from ms_varlen.batches.samples import ArraySamples
 from ms_varlen.diagnose import bench_ranks
 from ms_varlen.diagnose import bench_results as results
 from ms_varlen.diagnose.bench import CALIBRATION_FILE, bench

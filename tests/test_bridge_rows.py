@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from bridge_cases import ROOT, packed_keys, padded_keys, write_corpus
 
+from ms_varlen.batches.layout import lay_out
 from ms_varlen.bridge.config import PACKED_COLUMNS
 from ms_varlen.bridge.feed import open_feed, packed_row, padded_row, remembered_feed
 from ms_varlen.bridge.loader import VarlenDataLoader
-from ms_varlen.data.layouts import lay_out
 from ms_varlen.errors import DataError, LengthsError
 from ms_varlen.lengths import SeqLens
 from ms_varlen.train.recipe import load_recipe

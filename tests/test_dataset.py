@@ -3,9 +3,9 @@ from pathlib import Path
 
 import numpy as np
 
+from ms_varlen.batches.dataset import MicroBatches
+from ms_varlen.batches.layout import IGNORE_INDEX, Layout
 from ms_varlen.data.config import DataConfig
-from ms_varlen.data.dataset import MicroBatches
-from ms_varlen.data.layouts import IGNORE_INDEX, Layout
 from ms_varlen.data.store import prepare_store
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ms_varlen.data.dataset import MicroBatches
-from ms_varlen.data.layouts import Layout
+from ms_varlen.batches.dataset import MicroBatches
+from ms_varlen.batches.layout import Layout
 from ms_varlen.diagnose.doctor import examine
 from ms_varlen.diagnose.doctor_checkpoint import bad_step_checks
 from ms_varlen.diagnose.doctor_environment import cann_check, package_checks, python_check

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ms_varlen import DataError, LengthsError, SeqLens
-from ms_varlen.data.layouts import Layout, check_micro_batch, lay_out, require_columns
+from ms_varlen.batches.layout import Layout, check_micro_batch, lay_out, require_columns
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ms_varlen.data.dataset import MicroBatches
-from ms_varlen.data.layouts import Layout
-from ms_varlen.data.samples import ArraySamples
+from ms_varlen.batches.dataset import MicroBatches
+from ms_varlen.batches.layout import Layout
+from ms_varlen.batches.samples import ArraySamples
 from ms_varlen.errors import DataError
 from ms_varlen.graph.shapes import TokenShapes
 from ms_varlen.ops.attention import attention_columns, declared_batch

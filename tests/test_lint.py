@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lint_cases import CASES
 
-from ms_varlen.data.layouts import IGNORE_INDEX, lay_out
+from ms_varlen.batches.layout import IGNORE_INDEX, lay_out
 from ms_varlen.diagnose.lint import lint_batch
 from ms_varlen.diagnose.lint_files import HOW, lint_file
 from ms_varlen.errors import DataError

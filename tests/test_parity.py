@@ -9,7 +9,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 
-from ms_varlen.data.dataset import MicroBatches
+from ms_varlen.batches.dataset import MicroBatches
 from ms_varlen.train.graphs import TrainingGraphs
 from ms_varlen.train.recipe import parse_recipe
 from ms_varlen.train.workload import prepare

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ms_varlen import CheckpointError, DataError, LengthsError
-from ms_varlen.data.layouts import Layout, lay_out
+from ms_varlen.batches.layout import Layout, lay_out
 from ms_varlen.graph.shapes import TokenShapes
 from ms_varlen.planning.batching import row_offsets, token_budget_offsets
 from ms_varlen.planning.epoch_plan import EpochPlan, EpochPlans, PlanSettings, PlanState

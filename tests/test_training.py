@@ -9,8 +9,8 @@ import pytest
 from mindspore import Parameter, ParameterTuple, Tensor
 
 from ms_varlen import DataError
-from ms_varlen.data.dataset import MicroBatches, MicroBatchLoader
-from ms_varlen.data.layouts import IGNORE_INDEX, lay_out
+from ms_varlen.batches.dataset import MicroBatches, MicroBatchLoader
+from ms_varlen.batches.layout import IGNORE_INDEX, lay_out
 from ms_varlen.lengths import SeqLens
 from ms_varlen.planning.epoch_plan import PlanState
 from ms_varlen.train.config import TrainConfig

@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from ms_varlen.batches.dataset import Columns, MicroBatches
+from ms_varlen.batches.layout import IGNORE_INDEX
 from ms_varlen.bridge.config import LoaderConfig, check_columns, dynamic_length, read_loader_config
-from ms_varlen.data.dataset import Columns, MicroBatches
-from ms_varlen.data.layouts import IGNORE_INDEX
 from ms_varlen.errors import LengthsError
 from ms_varlen.planning.balance import imbalance
 from ms_varlen.planning.cost import CostModel

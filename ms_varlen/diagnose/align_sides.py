@@ -5,8 +5,8 @@ from typing import Literal
 
 import numpy as np
 
-from ms_varlen.data.dataset import MicroBatches
-from ms_varlen.data.layouts import IGNORE_INDEX, Layout
+from ms_varlen.batches.dataset import MicroBatches
+from ms_varlen.batches.layout import IGNORE_INDEX, Layout
 from ms_varlen.errors import RecipeError
 from ms_varlen.graph.shapes import TokenShapes, round_up
 from ms_varlen.lengths import SeqLens

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from ms_varlen.data.layouts import IGNORE_INDEX, Layout
-from ms_varlen.data.samples import Samples
+from ms_varlen.batches.layout import IGNORE_INDEX, Layout
+from ms_varlen.batches.samples import Samples
 from ms_varlen.data.store import Progress
 from ms_varlen.errors import RecipeError
 from ms_varlen.graph.shapes import TokenShapes, round_up

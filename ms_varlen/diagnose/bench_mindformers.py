@@ -35,7 +35,7 @@ build_context(
 from mindformers.models.llama import LlamaConfig, LlamaForCausalLM  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 
-from ms_varlen.data.layouts import IGNORE_INDEX  # noqa: E402
+from ms_varlen.batches.layout import IGNORE_INDEX  # noqa: E402
 from ms_varlen.diagnose.bench_contenders import (  # noqa: E402
     Sample,
     bench_workload,

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from ms_varlen.data.layouts import IGNORE_INDEX
+from ms_varlen.batches.layout import IGNORE_INDEX
 from ms_varlen.diagnose.bench_contenders import Sample, bench_workload, num_targets, samples_of, step_parts
 from ms_varlen.diagnose.bench_process import Answer, Reply, peak_rss_mb
 from ms_varlen.models.config import DecoderConfig

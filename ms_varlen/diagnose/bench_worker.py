@@ -12,8 +12,8 @@ import numpy as np
 from mindspore import Tensor, ops
 from safetensors.numpy import save_file
 
-from ms_varlen.data.dataset import Columns, MicroBatches, MicroBatchLoader
-from ms_varlen.data.layouts import IGNORE_INDEX
+from ms_varlen.batches.dataset import Columns, MicroBatches, MicroBatchLoader
+from ms_varlen.batches.layout import IGNORE_INDEX
 from ms_varlen.diagnose.bench_contenders import (
     EQUAL,
     MAIN,

@@ -14,10 +14,10 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
+from ms_varlen.batches.dataset import Columns, MicroBatches
+from ms_varlen.batches.layout import IGNORE_INDEX, Layout
+from ms_varlen.batches.samples import ArraySamples
 from ms_varlen.catalogue import explain
-from ms_varlen.data.dataset import Columns, MicroBatches
-from ms_varlen.data.layouts import IGNORE_INDEX, Layout
-from ms_varlen.data.samples import ArraySamples
 from ms_varlen.diagnose.attention_faults import name_attention_fault
 from ms_varlen.diagnose.lint import lint_batch
 from ms_varlen.diagnose.lint_columns import Finding

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from ms_varlen.data.dataset import Columns, MicroBatches
-from ms_varlen.data.layouts import IGNORE_INDEX
+from ms_varlen.batches.dataset import Columns, MicroBatches
+from ms_varlen.batches.layout import IGNORE_INDEX
 from ms_varlen.diagnose.findings import GREEN, RED, Check
 from ms_varlen.train.device import set_up_device
 from ms_varlen.train.graphs import TrainingGraphs, compile_graphs

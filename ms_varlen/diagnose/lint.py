@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from ms_varlen.data.layouts import IGNORE_INDEX
+from ms_varlen.batches.layout import IGNORE_INDEX
 from ms_varlen.diagnose.lint_columns import Finding, Rows, Segments, read_rows
 from ms_varlen.diagnose.lint_lengths import read_lengths
 

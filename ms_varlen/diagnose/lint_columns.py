@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ms_varlen.data.layouts import IGNORE_INDEX
+from ms_varlen.batches.layout import IGNORE_INDEX
 from ms_varlen.errors import DataError
 
 Segments = list[tuple[int, int]]

@@ -12,7 +12,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
-from ms_varlen.data.layouts import COLUMNS
+from ms_varlen.batches.layout import COLUMNS
 from ms_varlen.errors import LengthsError, RecipeError
 from ms_varlen.graph.declare import declared_inputs
 from ms_varlen.graph.shapes import TokenShapes

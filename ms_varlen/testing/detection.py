@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ms_varlen.data.dataset import MicroBatches
+from ms_varlen.batches.dataset import MicroBatches
 from ms_varlen.diagnose.align import align
 from ms_varlen.diagnose.doctor import examine
 from ms_varlen.diagnose.findings import RED

@@ -15,7 +15,8 @@ from unittest import mock
 
 import numpy as np
 
-from ms_varlen.data import dataset, layouts
+from ms_varlen.batches import dataset
+from ms_varlen.batches import layout as layouts
 from ms_varlen.lengths import SeqLens
 from ms_varlen.ops import attention
 from ms_varlen.ops.reference_attention import pair_columns

@@ -14,7 +14,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
-from ms_varlen.data.dataset import MicroBatches
+from ms_varlen.batches.dataset import MicroBatches
 from ms_varlen.errors import VarlenError
 from ms_varlen.ops import ascend_attention
 from ms_varlen.ops.attention import attention_columns, attention_inputs, varlen_attention

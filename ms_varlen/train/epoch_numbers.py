@@ -8,7 +8,7 @@ import dataclasses
 
 import numpy as np
 
-from ms_varlen.data.layouts import Layout
+from ms_varlen.batches.layout import Layout
 from ms_varlen.planning.balance import imbalance
 from ms_varlen.planning.cost import CostModel
 from ms_varlen.planning.epoch_plan import EpochPlan, EpochPlans, PlanSettings

@@ -16,10 +16,10 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 import ms_varlen
+from ms_varlen.batches.dataset import Columns
+from ms_varlen.batches.layout import Layout, lay_out
 from ms_varlen.checkpoint.initial_weights import InitialWeights
 from ms_varlen.checkpoint.store import APPLIED_STEPS
-from ms_varlen.data.dataset import Columns
-from ms_varlen.data.layouts import Layout, lay_out
 from ms_varlen.graph.compile_cache import CacheUse, compile_cache, fingerprint
 from ms_varlen.graph.compile_watch import CompileWatch
 from ms_varlen.graph.config import GraphConfig

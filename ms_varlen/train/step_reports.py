@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ms_varlen.data.layouts import IGNORE_INDEX, Layout
+from ms_varlen.batches.layout import IGNORE_INDEX, Layout
 from ms_varlen.errors import RanksError, VarlenError
 from ms_varlen.planning.epoch_plan import EpochPlan, PlanState
 from ms_varlen.train.exchange import Exchange

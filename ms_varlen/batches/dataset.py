@@ -1,6 +1,6 @@
 """Micro-batches as a MindSpore data set, prepared beside the training step.
 
-One item is one micro-batch: the columns of `ms_varlen.data.layouts`, checked against the store, and those that the
+One item is one micro-batch: the columns of `ms_varlen.batches.layout`, checked against the store, and those that the
 attention body in use asks for. One worker thread prepares them ahead: more are slower here (46 s for ten early stops
 with two) and processes slower still.
 """
@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 from mindspore.dataset import GeneratorDataset
 
-from ms_varlen.data.layouts import COLUMNS, Layout, check_micro_batch, lay_out
-from ms_varlen.data.samples import Samples
+from ms_varlen.batches.layout import COLUMNS, Layout, check_micro_batch, lay_out
+from ms_varlen.batches.samples import Samples
 from ms_varlen.errors import VarlenError
 from ms_varlen.lengths import SeqLens
 

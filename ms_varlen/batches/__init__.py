@@ -1,0 +1,1 @@
+"""Micro-batches: samples laid out on one token axis, with their lengths."""
