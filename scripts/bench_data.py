@@ -28,12 +28,12 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
-from ms_varlen.data.sources import open_source
+from ms_varlen.data.sources.source import open_source
 
 PREPARE = """
 import json, sys, time
 from ms_varlen.data.config import DataConfig
-from ms_varlen.data.store import prepare_store
+from ms_varlen.data.store.store import prepare_store
 begin = time.perf_counter()
 store = prepare_store(DataConfig(**json.loads(sys.argv[1])), 2048)
 seconds = time.perf_counter() - begin

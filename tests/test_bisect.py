@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ms_varlen.catalogue import explain
-from ms_varlen.data.store import SampleTable
+from ms_varlen.data.store.store import SampleTable
 from ms_varlen.diagnose.align import align
 from ms_varlen.errors import RecipeError
 from ms_varlen.testing.detection import (

@@ -9,9 +9,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processo
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from ms_varlen.data.chat import ChatTemplate, chat_templates
-from ms_varlen.data.records import Record, RecordEncoder
-from ms_varlen.data.tokenizers import open_tokenizer
+from ms_varlen.data.tokens.chat import ChatTemplate, chat_templates
+from ms_varlen.data.tokens.records import Record, RecordEncoder
+from ms_varlen.data.tokens.tokenizers import open_tokenizer
 from ms_varlen.errors import DataError
 
 CHATML = (

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from ms_varlen.data.cleaning import REMOVED, Cleaner, Ledger, Rules, SeenKeys, held_out, pieces, shown_text
 from ms_varlen.data.config import DataConfig
-from ms_varlen.data.records import Encoded, Record, RecordEncoder
-from ms_varlen.data.tokenizers import open_tokenizer
+from ms_varlen.data.tokens.cleaning import REMOVED, Cleaner, Ledger, Rules, SeenKeys, held_out, pieces, shown_text
+from ms_varlen.data.tokens.records import Encoded, Record, RecordEncoder
+from ms_varlen.data.tokens.tokenizers import open_tokenizer
 from ms_varlen.errors import DataError
 
 POLICIES = ["truncate", "split", "drop"]

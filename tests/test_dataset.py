@@ -6,7 +6,7 @@ import numpy as np
 from ms_varlen.batches.dataset import MicroBatches
 from ms_varlen.batches.layout import IGNORE_INDEX, Layout
 from ms_varlen.data.config import DataConfig
-from ms_varlen.data.store import prepare_store
+from ms_varlen.data.store.store import prepare_store
 
 
 class Exact:

@@ -3,10 +3,10 @@ import pickle
 import numpy as np
 import pytest
 
-from ms_varlen.data.chat import ChatTemplate
-from ms_varlen.data.ready_tokens import LOSS_FIELDS, masks_of, tokens_of
-from ms_varlen.data.records import FIELDS, Record, RecordEncoder, find_kind, kind_sentence
-from ms_varlen.data.tokenizers import ByteTokenizer
+from ms_varlen.data.tokens.chat import ChatTemplate
+from ms_varlen.data.tokens.ready_tokens import LOSS_FIELDS, masks_of, tokens_of
+from ms_varlen.data.tokens.records import FIELDS, Record, RecordEncoder, find_kind, kind_sentence
+from ms_varlen.data.tokens.tokenizers import ByteTokenizer
 from ms_varlen.errors import DataError
 
 CHATML = (

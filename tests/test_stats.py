@@ -12,7 +12,7 @@ from page import Page
 
 from ms_varlen import DataError, RecipeError
 from ms_varlen.data.config import DataConfig
-from ms_varlen.data.store import prepare_store
+from ms_varlen.data.store.store import prepare_store
 from ms_varlen.diagnose.stats import corpus_stats, cpu_body, document_lengths, read_calibration, stats_recipe
 from ms_varlen.train.recipe import load_recipe
 from ms_varlen.train.workload import prepare

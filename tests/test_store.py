@@ -17,14 +17,17 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from ms_varlen.data import batches, encoding, sources, text_files
-from ms_varlen.data import store as store_module
-from ms_varlen.data.cleaning import Ledger, held_out
 from ms_varlen.data.config import DataConfig
-from ms_varlen.data.records import Record, RecordEncoder
-from ms_varlen.data.store import TokenStore, prepare_store
-from ms_varlen.data.store_files import MaskWriter, canonical_hash, token_dtype
-from ms_varlen.data.tokenizers import ByteTokenizer
+from ms_varlen.data.sources import record_batches as batches
+from ms_varlen.data.sources import source as sources
+from ms_varlen.data.sources import text_files
+from ms_varlen.data.store import store as store_module
+from ms_varlen.data.store.files import MaskWriter, canonical_hash, token_dtype
+from ms_varlen.data.store.store import TokenStore, prepare_store
+from ms_varlen.data.tokens import encoding
+from ms_varlen.data.tokens.cleaning import Ledger, held_out
+from ms_varlen.data.tokens.records import Record, RecordEncoder
+from ms_varlen.data.tokens.tokenizers import ByteTokenizer
 from ms_varlen.errors import DataError
 from ms_varlen.planning.epoch_plan import EpochPlan, PlanSettings
 
@@ -264,7 +267,9 @@ def test_lengths_fingerprint_is_of_the_lengths_alone(tmp_path):
 
 KILLED_BUILD = """
 import os, signal, sys
-from ms_varlen.data import store, store_build, text_files
+from ms_varlen.data.store import store
+from ms_varlen.data.store import build as store_build
+from ms_varlen.data.sources import text_files
 from ms_varlen.data.config import DataConfig
 
 point, source, folder = sys.argv[1:]
@@ -297,7 +302,8 @@ def test_a_killed_build_leaves_a_whole_store_or_none(tmp_path, point):
 
 KILLED_WITH_WORKERS = """
 import os, signal, sys
-from ms_varlen.data import store, text_files
+from ms_varlen.data.store import store
+from ms_varlen.data.sources import text_files
 from ms_varlen.data.config import DataConfig
 
 text_files.BATCH_BYTES = 20
@@ -326,7 +332,7 @@ def test_a_killed_build_leaves_no_processes(tmp_path):
 
 def is_running(pid: str) -> bool:
     try:
-        return b"ms_varlen.data.encoding" in Path("/proc", pid, "cmdline").read_bytes()
+        return b"ms_varlen.data.tokens.encoding" in Path("/proc", pid, "cmdline").read_bytes()
     except OSError:
         return False
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ms_varlen.data import tables
-from ms_varlen.data.sources import open_source
+from ms_varlen.data.sources import tables
+from ms_varlen.data.sources.source import open_source
 from ms_varlen.errors import DataError
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ms_varlen.data.sources import open_source
+from ms_varlen.data.sources.source import open_source
 from ms_varlen.errors import DataError
 
 CODES = {"u1": 1, "<i4": 4, "<u2": 8, "<i8": 5}

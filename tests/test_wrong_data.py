@@ -8,9 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ms_varlen.data import batches
 from ms_varlen.data.config import DataConfig
-from ms_varlen.data.store import prepare_store
+from ms_varlen.data.sources import record_batches as batches
+from ms_varlen.data.store.store import prepare_store
 from ms_varlen.errors import DataError, RecipeError
 from ms_varlen.train.recipe import parse_recipe
 from ms_varlen.train.workload import prepare
@@ -172,7 +172,7 @@ WRONG = {
 def test_a_wrong_data_set_is_named_and_leaves_nothing(tmp_path, monkeypatch, name):
     if name == "one giant record":
         monkeypatch.setattr(batches, "MAX_RECORD_BYTES", 1000)
-        monkeypatch.setattr("ms_varlen.data.text_files.BATCH_BYTES", 500)
+        monkeypatch.setattr("ms_varlen.data.sources.text_files.BATCH_BYTES", 500)
     file, content, message = WRONG[name]
     path = written(tmp_path / file, content)
     with pytest.raises(DataError, match=message) as raised:

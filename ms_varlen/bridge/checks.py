@@ -19,7 +19,7 @@ from ms_varlen.bridge.config import (
 )
 from ms_varlen.bridge.run_checks import parallel_faults, run_faults
 from ms_varlen.bridge.yaml_types import section, type_faults
-from ms_varlen.data.tokenizers import open_tokenizer
+from ms_varlen.data.tokens.tokenizers import open_tokenizer
 from ms_varlen.errors import RecipeError, VarlenError
 
 DEFAULT_LENGTHS = {True: 2048, False: 4096}

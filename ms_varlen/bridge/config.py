@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ms_varlen.data.store import TokenStore
-from ms_varlen.data.store_files import MANIFEST
+from ms_varlen.data.store.files import MANIFEST
+from ms_varlen.data.store.store import TokenStore
 from ms_varlen.errors import DataError, RecipeError
 from ms_varlen.faults import shown
 from ms_varlen.train.recipe import Recipe, parse_recipe

@@ -17,7 +17,7 @@ from ms_varlen.bridge.checks import config_faults, refuse
 from ms_varlen.bridge.config import LOADER_TYPE, MONITOR_TYPE, PACKED_COLUMNS, dynamic_length
 from ms_varlen.bridge.model_sections import Family, model_section
 from ms_varlen.bridge.run_checks import TASK_TYPE
-from ms_varlen.data.tokenizers import open_tokenizer
+from ms_varlen.data.tokens.tokenizers import open_tokenizer
 from ms_varlen.errors import RecipeError
 from ms_varlen.models.config import DecoderConfig
 from ms_varlen.train.recipe import Recipe

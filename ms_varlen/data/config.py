@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from ms_varlen.data.file_kinds import source_fault
+from ms_varlen.data.sources.file_kinds import source_fault
 
 PYDOC = "pydoc"
 BYTES = "bytes"

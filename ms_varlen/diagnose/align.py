@@ -15,7 +15,7 @@ import numpy as np
 
 from ms_varlen.checkpoint.same_data import check_data
 from ms_varlen.checkpoint.store import load_checkpoint, read_manifest
-from ms_varlen.data.store import Progress
+from ms_varlen.data.store.store import Progress
 from ms_varlen.diagnose.align_sides import Side, dense_side, other_side, parts_of_other
 from ms_varlen.diagnose.bisection import bisect
 from ms_varlen.errors import RecipeError

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ms_varlen.checkpoint.store import write_atomically
-from ms_varlen.data.store import Progress
+from ms_varlen.data.store.store import Progress
 from ms_varlen.diagnose import bench_results as results
 from ms_varlen.diagnose.alignment import alignment_warning
 from ms_varlen.diagnose.bench_arena import Arena, BenchSettings, StartRanks, StartWorker, start_worker

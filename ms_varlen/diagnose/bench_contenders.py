@@ -16,7 +16,7 @@ import numpy as np
 
 from ms_varlen.batches.layout import IGNORE_INDEX, Layout
 from ms_varlen.batches.samples import Samples
-from ms_varlen.data.store import Progress
+from ms_varlen.data.store.store import Progress
 from ms_varlen.errors import RecipeError
 from ms_varlen.graph.shapes import TokenShapes, round_up
 from ms_varlen.planning.buckets import bucket_of

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from ms_varlen.checkpoint.store import write_atomically
-from ms_varlen.data.cleaning import CUT, REMOVED, WITH_CONTROL
-from ms_varlen.data.records import ABOUT
-from ms_varlen.data.store import TokenStore, prepare_store
-from ms_varlen.data.store_build import Progress
-from ms_varlen.data.store_files import SPLITS
+from ms_varlen.data.store.build import Progress
+from ms_varlen.data.store.files import SPLITS
+from ms_varlen.data.store.store import TokenStore, prepare_store
+from ms_varlen.data.tokens.cleaning import CUT, REMOVED, WITH_CONTROL
+from ms_varlen.data.tokens.records import ABOUT
 from ms_varlen.diagnose.figures import length_figure, svg_data
 from ms_varlen.diagnose.planning_pages import LENGTH_ROWS, PageTable
 from ms_varlen.diagnose.report import render

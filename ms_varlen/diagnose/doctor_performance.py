@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ms_varlen.batches.dataset import MicroBatches
-from ms_varlen.data.store import Progress
+from ms_varlen.data.store.store import Progress
 from ms_varlen.diagnose.doctor import COARSE
 from ms_varlen.diagnose.findings import GREEN, YELLOW, Check, worst
 from ms_varlen.graph.shapes import TokenShapes

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ms_varlen.data.store import Progress, TokenStore, prepare_store
+from ms_varlen.data.store.store import Progress, TokenStore, prepare_store
 from ms_varlen.errors import DataError, RecipeError
 from ms_varlen.graph.shapes import round_up
 from ms_varlen.ops.kernel_build import COMPILERS

@@ -18,7 +18,7 @@ import mindspore as ms
 import ms_varlen
 from ms_varlen.checkpoint.run_dir import Run, follow_run, open_run
 from ms_varlen.checkpoint.store import write_atomically
-from ms_varlen.data.store import Progress
+from ms_varlen.data.store.store import Progress
 from ms_varlen.train.collectives import gather_words
 from ms_varlen.train.device import set_up_device
 from ms_varlen.train.exchange import Exchange, connect

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from ms_varlen.batches.layout import Layout
-from ms_varlen.data.store import Progress, TokenStore, prepare_store
+from ms_varlen.data.store.store import Progress, TokenStore, prepare_store
 from ms_varlen.graph.compile_watch import check_graphs
 from ms_varlen.graph.shapes import TokenShapes, round_up
 from ms_varlen.models.config import DecoderConfig

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ms_varlen.data.batches import Batch, RecordBatch, in_batches
 from ms_varlen.data.config import PYDOC, LognormalLengths
+from ms_varlen.data.sources.record_batches import Batch, RecordBatch, in_batches
 
 # Third-party code, and folders whose docstrings are test data rather than prose.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}

@@ -17,9 +17,9 @@ import numpy as np
 from tokenizers import Encoding
 from tokenizers import Tokenizer as RustTokenizer
 
-from ms_varlen.data.chat import ChatTemplate, Span, chat_templates
 from ms_varlen.data.config import BYTES
-from ms_varlen.data.json_text import json_fault
+from ms_varlen.data.sources.json_text import json_fault
+from ms_varlen.data.tokens.chat import ChatTemplate, Span, chat_templates
 from ms_varlen.errors import DataError
 
 # What an end-of-text token is called where no tokenizer_config.json says it, in order of preference.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ms_varlen.data.batches import BATCH_BYTES, Batch, LineBatch, check_size, decoded, in_batches
+from ms_varlen.data.sources.record_batches import BATCH_BYTES, Batch, LineBatch, check_size, decoded, in_batches
 from ms_varlen.errors import DataError
 
 

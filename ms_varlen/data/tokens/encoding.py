@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from ms_varlen.data.batches import Batch
-from ms_varlen.data.records import Encoded, RecordEncoder
+from ms_varlen.data.sources.record_batches import Batch
+from ms_varlen.data.tokens.records import Encoded, RecordEncoder
 from ms_varlen.errors import DataError, VarlenError
 
-SERVE = "from ms_varlen.data.encoding import serve; serve()"
+SERVE = "from ms_varlen.data.tokens.encoding import serve; serve()"
 PARALLEL_FROM = 8
 """Batches, of about 1 MB, that are done before worker processes are started."""
 MOST_WORKERS = 16

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ms_varlen.data.batches import Batch, in_batches
+from ms_varlen.data.sources.record_batches import Batch, in_batches
 from ms_varlen.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"

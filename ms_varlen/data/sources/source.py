@@ -2,7 +2,7 @@
 
 A source is iterated as often as needed, in the same order each time, and holds one batch at a time. Its `fingerprint`
 is a hash of every byte that it reads, not of times or sizes: a store is never reused for text that changed. Hashing
-takes about 1.5 s per GB; `ms_varlen.data.file_memory` remembers it while the files' sizes and times stay as they were.
+takes about 1.5 s per GB; `file_memory` remembers it while the files' sizes and times stay as they were.
 """
 
 import collections
@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from ms_varlen.data.batches import Batch
-from ms_varlen.data.builtin_sources import Lognormal, Pydoc
 from ms_varlen.data.config import PYDOC, LognormalLengths, is_lognormal
-from ms_varlen.data.file_kinds import files_of, source_fault
-from ms_varlen.data.file_memory import FileMemory, file_hash, settled, state_of
-from ms_varlen.data.records import Record
-from ms_varlen.data.tables import Parquet, SavedDataset
-from ms_varlen.data.text_files import JsonLines, TextFiles
-from ms_varlen.data.token_files import Megatron, MindRecord
+from ms_varlen.data.sources.builtin import Lognormal, Pydoc
+from ms_varlen.data.sources.file_kinds import files_of, source_fault
+from ms_varlen.data.sources.file_memory import FileMemory, file_hash, settled, state_of
+from ms_varlen.data.sources.record_batches import Batch
+from ms_varlen.data.sources.tables import Parquet, SavedDataset
+from ms_varlen.data.sources.text_files import JsonLines, TextFiles
+from ms_varlen.data.sources.token_files import Megatron, MindRecord
+from ms_varlen.data.tokens.records import Record
 from ms_varlen.errors import DataError
 
 

@@ -8,7 +8,7 @@ The kind is found by looking at the first record: the first of these fields that
     text                  loss everywhere
 
 Every record of a source is of that kind; another one, a missing field or a wrong value is a `DataError` that names
-record and field. Cutting and removing is the part of `ms_varlen.data.cleaning`.
+record and field. Cutting and removing is the part of `ms_varlen.data.tokens.cleaning`.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from ms_varlen.data.chat import ASSISTANT, LOSS_FLAGS, ROLES, is_silent
-from ms_varlen.data.json_text import json_fault
-from ms_varlen.data.ready_tokens import (
+from ms_varlen.data.sources.json_text import json_fault
+from ms_varlen.data.tokens.chat import ASSISTANT, LOSS_FLAGS, ROLES, is_silent
+from ms_varlen.data.tokens.ready_tokens import (
     LOSS_FIELDS,
     MASK_FIELDS,
     check_ids,
@@ -30,7 +30,7 @@ from ms_varlen.data.ready_tokens import (
     target_key,
     tokens_of,
 )
-from ms_varlen.data.tokenizers import Tokenizer
+from ms_varlen.data.tokens.tokenizers import Tokenizer
 from ms_varlen.errors import DataError
 
 KINDS = {"messages": ("messages",), "tokens": ("input_ids",), "completion": ("prompt", "completion"), "text": ("text",)}

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from ms_varlen.data.cleaning import Piece
+from ms_varlen.data.tokens.cleaning import Piece
 
 FORMAT_VERSION = 3
 MANIFEST = "manifest.json"

@@ -4,7 +4,7 @@ A store lies at ``<store_dir>/<fingerprint>/``; the fingerprint hashes the sourc
 settings that decide samples, `seq_length` and the format version, so any other setting is another store and a store is
 never changed. What files hold is remembered in ``<store_dir>/file_memory.json`` while their sizes and times stay as
 they were: a source or a store of 1 GB costs seconds once, milliseconds from then on. How a store is written, and what a
-kill leaves, is told in `ms_varlen.data.store_build`. Opening takes 1 ms and no memory per sample.
+kill leaves, is told in `ms_varlen.data.store.build`. Opening takes 1 ms and no memory per sample.
 """
 
 import json
@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from ms_varlen.data.cleaning import Ledger, Rules
 from ms_varlen.data.config import DataConfig, store_root
-from ms_varlen.data.file_memory import FileMemory, file_hash, state_of
-from ms_varlen.data.sources import Source, open_source, source_fingerprint
-from ms_varlen.data.store_build import Building, Progress, build, locked, remove_leftovers
-from ms_varlen.data.store_files import (
+from ms_varlen.data.sources.file_memory import FileMemory, file_hash, state_of
+from ms_varlen.data.sources.source import Source, open_source, source_fingerprint
+from ms_varlen.data.store.build import Building, Progress, build, locked, remove_leftovers
+from ms_varlen.data.store.files import (
     DOCUMENT_LENGTHS,
     FORMAT_VERSION,
     MANIFEST,
@@ -29,7 +28,8 @@ from ms_varlen.data.store_files import (
     TOKENS,
     canonical_hash,
 )
-from ms_varlen.data.tokenizers import tokenizer_fingerprint
+from ms_varlen.data.tokens.cleaning import Ledger, Rules
+from ms_varlen.data.tokens.tokenizers import tokenizer_fingerprint
 from ms_varlen.errors import DataError
 
 MEMORY = "file_memory.json"

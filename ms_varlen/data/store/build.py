@@ -17,15 +17,15 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
-from ms_varlen.data.batches import Batch
-from ms_varlen.data.cleaning import REMOVED, Cleaned, Cleaner, Ledger, Rules, held_out
 from ms_varlen.data.config import DataConfig
-from ms_varlen.data.encoding import EncodedBatch, default_workers, encode_batches
-from ms_varlen.data.ready_tokens import masks_of
-from ms_varlen.data.records import RecordEncoder, find_kind, kind_sentence
-from ms_varlen.data.sources import Source, changed_source
-from ms_varlen.data.store_files import SPLITS, SplitWriter, sync_folder, token_dtype, write_manifest
-from ms_varlen.data.tokenizers import Tokenizer, describe, open_tokenizer
+from ms_varlen.data.sources.record_batches import Batch
+from ms_varlen.data.sources.source import Source, changed_source
+from ms_varlen.data.store.files import SPLITS, SplitWriter, sync_folder, token_dtype, write_manifest
+from ms_varlen.data.tokens.cleaning import REMOVED, Cleaned, Cleaner, Ledger, Rules, held_out
+from ms_varlen.data.tokens.encoding import EncodedBatch, default_workers, encode_batches
+from ms_varlen.data.tokens.ready_tokens import masks_of
+from ms_varlen.data.tokens.records import RecordEncoder, find_kind, kind_sentence
+from ms_varlen.data.tokens.tokenizers import Tokenizer, describe, open_tokenizer
 from ms_varlen.errors import DataError
 
 logger = logging.getLogger("ms_varlen")

@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
-from ms_varlen.data.json_text import json_fault
-from ms_varlen.data.records import Record
+from ms_varlen.data.sources.json_text import json_fault
+from ms_varlen.data.tokens.records import Record
 from ms_varlen.errors import DataError
 
 BATCH_BYTES = 1 << 20

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ms_varlen.data.records import Encoded
+from ms_varlen.data.tokens.records import Encoded
 from ms_varlen.errors import DataError
 
 SPLITS = ("train", "eval")

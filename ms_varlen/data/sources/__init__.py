@@ -1,0 +1,1 @@
+"""Sources: files and built-in corpora, read as records."""

@@ -1,0 +1,1 @@
+"""The token store: a corpus tokenised once, memory-mapped by every run."""

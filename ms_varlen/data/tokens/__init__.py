@@ -1,0 +1,1 @@
+"""Records to samples: tokenizers, chat templates, cleaning and cutting."""
