@@ -129,7 +129,7 @@ def verify_command(
     """Compare two checkpoints, parameter by parameter; exit status 1 when a value differs or a loss by over 2e-5."""
     from ckpt_tools.anything import ReadingHints
     from ckpt_tools.verify import verify
-    from ms_varlen.train.recipe import load_recipe
+    from ms_varlen.recipe.recipe import load_recipe
 
     loaded = load_recipe(recipe) if recipe else None
     with _bar("comparing", bytes_=False) as tell:

@@ -22,7 +22,7 @@ from ms_varlen.checkpoint.run_dir import METRICS_FILE, lines_up_to, run_folders
 from ms_varlen.checkpoint.same_data import DATA_FINGERPRINT
 from ms_varlen.checkpoint.same_recipe import RECIPE_FILE
 from ms_varlen.errors import CheckpointError, RecipeError
-from ms_varlen.train.recipe import Recipe, load_recipe
+from ms_varlen.recipe.recipe import Recipe, load_recipe
 from ms_varlen.train.variants import variant
 
 _NO_PART_OF_THE_NET = ("initializer_range", "max_position_embeddings", "sliding_window")

@@ -12,7 +12,7 @@ from ms_varlen.errors import CheckpointError
 from ms_varlen.faults import field_faults
 from ms_varlen.models.config import DecoderConfig
 from ms_varlen.models.hugging_face import load_config
-from ms_varlen.train.recipe import load_recipe
+from ms_varlen.recipe.recipe import load_recipe
 
 CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 

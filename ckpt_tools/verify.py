@@ -11,7 +11,7 @@ from ckpt_tools.ours import IMPORTED, open_step
 from ckpt_tools.tensors import FLOATS, PIECE_BYTES, StoredTensor, cast
 from ckpt_tools.weights import Weights
 from ms_varlen.errors import CheckpointError
-from ms_varlen.train.recipe import Recipe
+from ms_varlen.recipe.recipe import Recipe
 
 LOSS_TOLERANCE = 2e-5
 """Largest difference of a batch's loss, in nats: fp32 sums in another order."""

@@ -32,7 +32,7 @@ from ms_varlen.console import (
     store_bar,
 )
 from ms_varlen.errors import RecipeError
-from ms_varlen.train.recipe import load_recipe, recipe_schema
+from ms_varlen.recipe.recipe import load_recipe, recipe_schema
 
 HELP = """Train language models on sequences of very different lengths: look, plan, train, align.
 

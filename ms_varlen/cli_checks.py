@@ -20,7 +20,7 @@ from ms_varlen.console import (
     store_bar,
 )
 from ms_varlen.errors import RecipeError
-from ms_varlen.train.recipe import load_recipe
+from ms_varlen.recipe.recipe import load_recipe
 
 
 def register(app: typer.Typer) -> None:

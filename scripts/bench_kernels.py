@@ -33,7 +33,7 @@ from ms_varlen.diagnose.bench_worker import MatrixProduct, drop_from_cache
 from ms_varlen.lengths import SeqLens
 from ms_varlen.ops.attention import attention_columns, attention_inputs, varlen_attention
 from ms_varlen.ops.body import body_in_use
-from ms_varlen.train.recipe import load_recipe
+from ms_varlen.recipe.recipe import load_recipe
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "bench_cpu.yaml"
 BYTES_PER_SAMPLE = 2 * 300 + 20

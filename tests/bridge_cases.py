@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ms_varlen.bridge.recipes import Devices, Family, mindformers_config
-from ms_varlen.train.recipe import load_recipe
+from ms_varlen.recipe.recipe import load_recipe
 
 ROOT = Path(__file__).parent.parent
 READY: dict[str, tuple[Family, Devices, str]] = {

@@ -69,7 +69,7 @@ MODES = {
 def train(recipe):
     """The summary of a run, and the lengths of the micro-batches of this rank."""
     from ms_varlen.batches.dataset import MicroBatches
-    from ms_varlen.train.recipe import parse_recipe
+    from ms_varlen.recipe.recipe import parse_recipe
     from ms_varlen.train.run import train
 
     original, lengths = MicroBatches.columns, []
@@ -264,8 +264,8 @@ def token_mean(folder, rank):  # L02: 4 over 1 token and 6 over 3 is 2.5
     import mindspore as ms
     from mindspore import Parameter, ParameterTuple, Tensor
 
+    from ms_varlen.recipe.sections import TrainConfig
     from ms_varlen.train.collectives import SumOverRanks
-    from ms_varlen.train.config import TrainConfig
     from ms_varlen.train.step import ApplyGradients
 
     weight = Parameter(Tensor(np.zeros(1, np.float32)), name="w")
@@ -281,7 +281,7 @@ def ends_unevenly(folder, rank):  # B06
     recipe = values(
         folder, "uneven", corpus="uneven", batch={"token_budget": 32}, shapes={"kind": "static", "divisor": 16}
     )
-    from ms_varlen.train.recipe import parse_recipe
+    from ms_varlen.recipe.recipe import parse_recipe
     from ms_varlen.train.workload import prepare
 
     recipe["data"]["eval_fraction"] = 0.0
@@ -342,7 +342,7 @@ def main():
     import mindspore as ms
 
     from ms_varlen.errors import VarlenError
-    from ms_varlen.train.config import DeviceConfig
+    from ms_varlen.recipe.sections import DeviceConfig
     from ms_varlen.train.ranks import join_ranks
 
     ms.set_device("CPU")

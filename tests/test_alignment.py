@@ -3,7 +3,7 @@ import pytest
 
 from ms_varlen.diagnose.align import compare, gradient_difference
 from ms_varlen.diagnose.alignment import ALIGN_FILE, alignment_warning, recipe_hash, save_alignment
-from ms_varlen.train.recipe import parse_recipe
+from ms_varlen.recipe.recipe import parse_recipe
 
 VERSIONS = {"attention": "kernel", "mindspore": "2.9.0"}
 

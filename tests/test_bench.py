@@ -34,7 +34,7 @@ from ms_varlen.diagnose.bench_process import Worker, WorkerError, peak_rss_mb
 from ms_varlen.diagnose.bench_report import bench_tables, write_bench_report
 from ms_varlen.errors import RecipeError
 from ms_varlen.planning.cost import CostModel
-from ms_varlen.train.recipe import parse_recipe
+from ms_varlen.recipe.recipe import parse_recipe
 from ms_varlen.train.schedule import learning_rate
 
 LOSS_TOLERANCE = 1e-5

@@ -9,6 +9,7 @@ from ms_varlen.catalogue import explain
 from ms_varlen.data.store.store import SampleTable
 from ms_varlen.diagnose.align import align
 from ms_varlen.errors import RecipeError
+from ms_varlen.recipe.recipe import load_recipe
 from ms_varlen.testing.detection import (
     FILE_FAULTS,
     RECIPE_FAULTS,
@@ -20,7 +21,6 @@ from ms_varlen.testing.detection import (
 )
 from ms_varlen.testing.planted import FAULTS, plant
 from ms_varlen.testing.rank_faults import RANK_FAULTS, find_between_ranks, find_on_device
-from ms_varlen.train.recipe import load_recipe
 
 CHECKED = [fault for fault in FAULTS if fault.found_by == "check"]
 WORDS = {

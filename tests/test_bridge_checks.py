@@ -6,7 +6,7 @@ from ms_varlen.bridge.config import PACKED_COLUMNS, check_columns, dynamic_lengt
 from ms_varlen.bridge.recipes import Devices, mindformers_config
 from ms_varlen.bridge.run import check_file, main
 from ms_varlen.errors import RecipeError
-from ms_varlen.train.recipe import load_recipe
+from ms_varlen.recipe.recipe import load_recipe
 
 
 @pytest.mark.parametrize(

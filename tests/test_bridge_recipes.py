@@ -9,7 +9,7 @@ from ms_varlen.bridge.checks import config_faults
 from ms_varlen.bridge.recipes import Devices, mindformers_config, mindformers_yaml, write_mindformers_recipe
 from ms_varlen.bridge.run import check_file
 from ms_varlen.errors import RecipeError
-from ms_varlen.train.recipe import load_recipe
+from ms_varlen.recipe.recipe import load_recipe
 
 QWEN3 = "model.config.architecture=qwen3"
 SCALING = "model.config.rope_scaling={rope_type: linear, factor: 2.0}"

@@ -11,7 +11,7 @@ from ms_varlen.bridge.feed import open_feed, packed_row, padded_row, remembered_
 from ms_varlen.bridge.loader import VarlenDataLoader
 from ms_varlen.errors import DataError, LengthsError
 from ms_varlen.lengths import SeqLens
-from ms_varlen.train.recipe import load_recipe
+from ms_varlen.recipe.recipe import load_recipe
 from ms_varlen.train.workload import prepare
 
 

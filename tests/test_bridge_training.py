@@ -19,7 +19,7 @@ from ms_varlen.bridge.feed import open_feed
 from ms_varlen.bridge.recipes import Devices, mindformers_config
 from ms_varlen.models.config import DecoderConfig
 from ms_varlen.models.hugging_face import hugging_face_config
-from ms_varlen.train.recipe import parse_recipe
+from ms_varlen.recipe.recipe import parse_recipe
 from ms_varlen.train.run import train
 
 ROOT = Path(__file__).parent.parent

@@ -20,7 +20,7 @@ from ms_varlen.checkpoint import store
 from ms_varlen.checkpoint.run_dir import open_run
 from ms_varlen.checkpoint.store import read_manifest, sealed_manifest
 from ms_varlen.errors import CheckpointError
-from ms_varlen.train.recipe import load_recipe
+from ms_varlen.recipe.recipe import load_recipe
 
 PARAMETER = "model.layers.1.mlp.up_proj.weight"
 

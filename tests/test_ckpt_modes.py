@@ -7,8 +7,8 @@ import yaml
 from ckpt_made import contents, run, tensors
 from cli_run import metrics
 
+from ms_varlen.recipe.recipe import load_recipe
 from ms_varlen.train.loop import ids_hash, resumed_state
-from ms_varlen.train.recipe import load_recipe
 from ms_varlen.train.workload import prepare
 
 pytestmark = pytest.mark.graph

@@ -154,7 +154,7 @@ def test_a_micro_batch_that_is_changed_behind_its_check_is_named(recipe, monkeyp
 
 
 def test_a_checkpoint_of_another_recipe_is_named(recipe, tmp_path):
-    from ms_varlen.train.recipe import load_recipe
+    from ms_varlen.recipe.recipe import load_recipe
     from ms_varlen.train.run import train
 
     train(load_recipe(recipe, [f"checkpoint.output_dir={tmp_path}"]), lambda _: None)
@@ -180,7 +180,7 @@ def test_a_checkpoint_of_another_recipe_is_named(recipe, tmp_path):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A recipe and the run folder that its four steps left."""
-    from ms_varlen.train.recipe import load_recipe
+    from ms_varlen.recipe.recipe import load_recipe
     from ms_varlen.train.run import train
 
     folder = tmp_path_factory.mktemp("trained")
@@ -370,7 +370,7 @@ FACTS = {
     ],
 )
 def test_each_cause_of_no_gain_is_named(recipe, change, code):
-    from ms_varlen.train.recipe import load_recipe
+    from ms_varlen.recipe.recipe import load_recipe
 
     found = [check.code for check in causes(load_recipe(recipe, []), FACTS | change) if check.code]
     assert found == ([code] if code else [])

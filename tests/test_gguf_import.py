@@ -13,7 +13,7 @@ from ms_varlen.checkpoint.initial_weights import InitialWeights
 from ms_varlen.errors import CheckpointError
 from ms_varlen.models.config import DecoderConfig
 from ms_varlen.models.hugging_face import load_config
-from ms_varlen.train.recipe import load_recipe
+from ms_varlen.recipe.recipe import load_recipe
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 

@@ -12,7 +12,7 @@ from ms_varlen.errors import RecipeError
 from ms_varlen.models.config import DecoderConfig
 from ms_varlen.models.hugging_face import hugging_face_config, load_config
 from ms_varlen.models.rope import RopeScaling, rotary_frequencies
-from ms_varlen.train.recipe import parse_recipe, recipe_schema
+from ms_varlen.recipe.recipe import parse_recipe, recipe_schema
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 LLAMA_3_1 = {

@@ -10,9 +10,9 @@ from safetensors.numpy import load_file
 from tiny_recipe import TINY
 
 from ms_varlen.errors import CheckpointError
+from ms_varlen.recipe.recipe import parse_recipe
 from ms_varlen.train.graphs import TrainingGraphs
 from ms_varlen.train.loop import perplexity
-from ms_varlen.train.recipe import parse_recipe
 from ms_varlen.train.run import train
 from ms_varlen.train.workload import prepare
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, ParameterTuple, Tensor
 
-from ms_varlen.train.config import TrainConfig
+from ms_varlen.recipe.sections import TrainConfig
 from ms_varlen.train.step import ApplyGradients
 
 MANY = 300

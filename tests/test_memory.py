@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from ms_varlen.errors import DataError
+from ms_varlen.recipe.recipe import load_recipe
 from ms_varlen.train.memory import device_bytes, step_memory
-from ms_varlen.train.recipe import load_recipe
 from ms_varlen.train.workload import describe_plan, prepare
 
 RECIPES = Path(__file__).parents[1] / "recipes"

@@ -12,7 +12,7 @@ import pytest
 
 from ms_varlen.diagnose.align import align
 from ms_varlen.errors import ShapesError
-from ms_varlen.train.recipe import parse_recipe
+from ms_varlen.recipe.recipe import parse_recipe
 from ms_varlen.train.run import train
 from ms_varlen.train.workload import describe_plan, prepare
 

@@ -8,7 +8,7 @@ from ms_varlen.ops.adamw import adamw, square_sum
 from ms_varlen.ops.loss import linear_cross_entropy
 from ms_varlen.ops.norm import add_rms_norm, rms_norm
 from ms_varlen.ops.rotary import rotary
-from ms_varlen.train.config import TrainConfig
+from ms_varlen.recipe.sections import TrainConfig
 from ms_varlen.train.step import ApplyGradients
 
 pytestmark = pytest.mark.usefixtures("body")

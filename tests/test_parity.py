@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from ms_varlen.batches.dataset import MicroBatches
+from ms_varlen.recipe.recipe import parse_recipe
 from ms_varlen.train.graphs import TrainingGraphs
-from ms_varlen.train.recipe import parse_recipe
 from ms_varlen.train.workload import prepare
 
 torch = pytest.importorskip("torch", reason="parity needs torch, which the test extra brings")

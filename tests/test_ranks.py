@@ -19,8 +19,8 @@ from cli_run import checkpoints, metrics
 from safetensors.numpy import load_file
 
 from ms_varlen.planning.epoch_plan import EpochPlan
+from ms_varlen.recipe.recipe import parse_recipe
 from ms_varlen.train.loop import ids_hash
-from ms_varlen.train.recipe import parse_recipe
 from ms_varlen.train.workload import prepare
 
 pytestmark = pytest.mark.ranks

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ms_varlen.errors import RecipeError
 from ms_varlen.faults import BROUGHT_NAMES, key_paths
-from ms_varlen.train.recipe import Recipe, load_recipe, parse_recipe, recipe_schema
+from ms_varlen.recipe.recipe import Recipe, load_recipe, parse_recipe, recipe_schema
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
 QUICKSTART = next(path for path in RECIPES if path.stem == "quickstart")
@@ -110,7 +110,7 @@ def test_the_error_names_the_file_and_counts_its_faults():
 
 def test_reading_a_recipe_imports_no_mindspore_and_takes_under_three_seconds():
     code = (
-        "import sys; from ms_varlen.errors import RecipeError; from ms_varlen.train.recipe import load_recipe\n"
+        "import sys; from ms_varlen.errors import RecipeError; from ms_varlen.recipe.recipe import load_recipe\n"
         f"load_recipe({str(QUICKSTART)!r})\n"
         f"try: load_recipe({str(QUICKSTART)!r}, ['train.steps=0', 'lr=1'])\n"
         "except RecipeError as error: print(len(error.faults), 'mindspore' in sys.modules)"

@@ -9,8 +9,8 @@ import pytest
 from cli_run import arrays, checkpoints, metrics
 
 from ms_varlen.planning.epoch_plan import EpochPlan
+from ms_varlen.recipe.recipe import load_recipe
 from ms_varlen.train.loop import ids_hash
-from ms_varlen.train.recipe import load_recipe
 from ms_varlen.train.workload import prepare
 
 pytestmark = pytest.mark.graph

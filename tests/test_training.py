@@ -13,12 +13,12 @@ from ms_varlen.batches.dataset import MicroBatches, MicroBatchLoader
 from ms_varlen.batches.layout import IGNORE_INDEX, lay_out
 from ms_varlen.lengths import SeqLens
 from ms_varlen.planning.epoch_plan import PlanState
-from ms_varlen.train.config import TrainConfig
+from ms_varlen.recipe.recipe import parse_recipe
+from ms_varlen.recipe.sections import TrainConfig
 from ms_varlen.train.exchange import Exchange
 from ms_varlen.train.graphs import TrainingGraphs
 from ms_varlen.train.loop import ids_hash
 from ms_varlen.train.ranks import Ranks
-from ms_varlen.train.recipe import parse_recipe
 from ms_varlen.train.schedule import learning_rate
 from ms_varlen.train.step import ApplyGradients, clear
 from ms_varlen.train.step_reports import StepLengths, StepPlace, StepReports

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ms_varlen.planning.cost import CostModel
 from ms_varlen.planning.work import EpochWork
-from ms_varlen.train.recipe import load_recipe
+from ms_varlen.recipe.recipe import load_recipe
 from ms_varlen.train.variants import PAIRS, compare_variants, epoch_work, overrides_between, sampled, variant
 from ms_varlen.train.workload import SampleLengths
 

@@ -10,7 +10,7 @@ from ms_varlen.data.store.files import MANIFEST
 from ms_varlen.data.store.store import TokenStore
 from ms_varlen.errors import DataError, RecipeError
 from ms_varlen.faults import shown
-from ms_varlen.train.recipe import Recipe, parse_recipe
+from ms_varlen.recipe.recipe import Recipe, parse_recipe
 
 LOADER_TYPE = "VarlenDataLoader"
 MONITOR_TYPE = "VarlenMonitor"

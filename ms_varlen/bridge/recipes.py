@@ -20,7 +20,7 @@ from ms_varlen.bridge.run_checks import TASK_TYPE
 from ms_varlen.data.tokens.tokenizers import open_tokenizer
 from ms_varlen.errors import RecipeError
 from ms_varlen.models.config import DecoderConfig
-from ms_varlen.train.recipe import Recipe
+from ms_varlen.recipe.recipe import Recipe
 
 FAMILIES: dict[str, Family] = {"qwen3": "qwen3", "llama": "llama"}
 

@@ -21,10 +21,10 @@ from ms_varlen.diagnose.bisection import bisect
 from ms_varlen.errors import RecipeError
 from ms_varlen.ops.compressed_mask import check_compressed_mask
 from ms_varlen.planning.epoch_plan import PlanState
+from ms_varlen.recipe.recipe import Recipe
 from ms_varlen.train.device import ASCEND, set_up_device
 from ms_varlen.train.graphs import compile_graphs
 from ms_varlen.train.loop import ids_hash, resumed_state
-from ms_varlen.train.recipe import Recipe
 from ms_varlen.train.schedule import learning_rate
 from ms_varlen.train.workload import Workload, prepare
 

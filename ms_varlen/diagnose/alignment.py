@@ -8,7 +8,7 @@ from typing import Any
 
 from ms_varlen.checkpoint.same_recipe import MAY_CHANGE, dotted
 from ms_varlen.checkpoint.store import write_atomically
-from ms_varlen.train.recipe import Recipe
+from ms_varlen.recipe.recipe import Recipe
 
 ALIGN_FILE = "align.json"
 

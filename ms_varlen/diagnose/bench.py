@@ -20,7 +20,7 @@ from ms_varlen.diagnose.alignment import alignment_warning
 from ms_varlen.diagnose.bench_arena import Arena, BenchSettings, StartRanks, StartWorker, start_worker
 from ms_varlen.diagnose.bench_contenders import MAIN, PEERS, Parts, bench_workload, step_parts
 from ms_varlen.diagnose.bench_ranks import measure_ranks
-from ms_varlen.train.recipe import Recipe
+from ms_varlen.recipe.recipe import Recipe
 from ms_varlen.train.workload import Workload
 
 logger = logging.getLogger("ms_varlen")

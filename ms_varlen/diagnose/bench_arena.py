@@ -21,7 +21,7 @@ from ms_varlen.diagnose.bench_contenders import EQUAL, MAIN, OURS, OURS_GROUP, P
 from ms_varlen.diagnose.bench_process import Reply, Worker, WorkerError
 from ms_varlen.diagnose.bench_ranks import measure_ranks
 from ms_varlen.errors import RecipeError
-from ms_varlen.train.recipe import Recipe
+from ms_varlen.recipe.recipe import Recipe
 from ms_varlen.train.schedule import learning_rate
 
 logger = logging.getLogger("ms_varlen")

@@ -47,7 +47,7 @@ from ms_varlen.diagnose.bench_process import Answer, Reply, peak_rss_mb  # noqa:
 from ms_varlen.errors import RecipeError  # noqa: E402
 from ms_varlen.graph.shapes import round_up  # noqa: E402
 from ms_varlen.models.config import DecoderConfig  # noqa: E402
-from ms_varlen.train.recipe import Recipe, parse_recipe  # noqa: E402
+from ms_varlen.recipe.recipe import Recipe, parse_recipe  # noqa: E402
 from ms_varlen.train.step import AccumulateGradients, ApplyGradients  # noqa: E402
 
 ROWS = 2

@@ -26,7 +26,7 @@ from ms_varlen.diagnose.bench_contenders import Sample, bench_workload, num_targ
 from ms_varlen.diagnose.bench_process import Answer, Reply, peak_rss_mb
 from ms_varlen.models.config import DecoderConfig
 from ms_varlen.models.hugging_face import hugging_face_config
-from ms_varlen.train.recipe import parse_recipe
+from ms_varlen.recipe.recipe import parse_recipe
 
 Inputs = dict[str, Any]
 

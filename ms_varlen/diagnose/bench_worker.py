@@ -28,9 +28,9 @@ from ms_varlen.graph.shapes import TokenShapes
 from ms_varlen.lengths import SeqLens
 from ms_varlen.ops.body import body_in_use
 from ms_varlen.ops.dense_attention import dense_attention
+from ms_varlen.recipe.recipe import parse_recipe
 from ms_varlen.train.device import set_up_device
 from ms_varlen.train.graphs import AttentionPath, TrainingGraphs, compile_graphs
-from ms_varlen.train.recipe import parse_recipe
 
 PRODUCT_SIZE = 2048
 PIPELINE_SECONDS = 5.0

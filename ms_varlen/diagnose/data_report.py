@@ -20,7 +20,7 @@ from ms_varlen.diagnose.figures import length_figure, svg_data
 from ms_varlen.diagnose.planning_pages import LENGTH_ROWS, PageTable
 from ms_varlen.diagnose.report import render
 from ms_varlen.planning.statistics import length_histogram, length_statistics
-from ms_varlen.train.recipe import Recipe
+from ms_varlen.recipe.recipe import Recipe
 
 SPLIT_NAMES = {"train": "training", "eval": "evaluation"}
 RULES = (

@@ -14,7 +14,7 @@ from ms_varlen.checkpoint.same_recipe import load_to_go_on
 from ms_varlen.checkpoint.store import list_checkpoints, step_of
 from ms_varlen.diagnose.findings import GREEN, RED, YELLOW, Check
 from ms_varlen.errors import VarlenError
-from ms_varlen.train.recipe import Recipe
+from ms_varlen.recipe.recipe import Recipe
 
 AREA = "checkpoint"
 SHOWN_STEPS = 3

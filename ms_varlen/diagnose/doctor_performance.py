@@ -18,9 +18,9 @@ from ms_varlen.diagnose.doctor import COARSE
 from ms_varlen.diagnose.findings import GREEN, YELLOW, Check, worst
 from ms_varlen.graph.shapes import TokenShapes
 from ms_varlen.planning.cost import CostModel
+from ms_varlen.recipe.recipe import Recipe
 from ms_varlen.train.device import set_up_device
 from ms_varlen.train.graphs import TrainingGraphs, compile_graphs
-from ms_varlen.train.recipe import Recipe
 from ms_varlen.train.variants import epoch_work, sampled, variant
 from ms_varlen.train.workload import SampleLengths, Workload, describe_plan, predicted_graphs, prepare
 

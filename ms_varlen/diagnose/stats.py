@@ -25,9 +25,9 @@ from ms_varlen.planning.cost import CostModel
 from ms_varlen.planning.statistics import cut_at, length_cumulative, length_histogram, length_statistics
 from ms_varlen.planning.windows import divisor_boundaries, window_trade
 from ms_varlen.planning.work import Calibration, EpochWork
-from ms_varlen.train.recipe import Recipe, load_recipe, parse_recipe
-from ms_varlen.train.recipe_rules import has_row_buckets
-from ms_varlen.train.recipe_yaml import apply_overrides
+from ms_varlen.recipe.recipe import Recipe, load_recipe, parse_recipe
+from ms_varlen.recipe.rules import has_row_buckets
+from ms_varlen.recipe.yaml_text import apply_overrides
 from ms_varlen.train.variants import (
     compare_variants,
     overrides_between,

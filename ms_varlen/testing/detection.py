@@ -15,8 +15,8 @@ from ms_varlen.diagnose.doctor import examine
 from ms_varlen.diagnose.findings import RED
 from ms_varlen.diagnose.lint import lint_batch
 from ms_varlen.errors import VarlenError
+from ms_varlen.recipe.recipe import load_recipe
 from ms_varlen.testing.planted import Fault, changed_columns
-from ms_varlen.train.recipe import load_recipe
 from ms_varlen.train.run import train
 from ms_varlen.train.workload import prepare
 

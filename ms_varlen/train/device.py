@@ -4,7 +4,7 @@ import mindspore as ms
 
 from ms_varlen.errors import RecipeError
 from ms_varlen.graph.config import GraphConfig
-from ms_varlen.train.config import DeviceConfig
+from ms_varlen.recipe.sections import DeviceConfig
 
 ASCEND = "Ascend"
 CPU = "CPU"

@@ -6,7 +6,7 @@ from ms_varlen.errors import DataError
 from ms_varlen.graph.shapes import TokenShapes
 from ms_varlen.models.config import DecoderConfig
 from ms_varlen.planning.work import memory_estimate
-from ms_varlen.train.recipe import Recipe
+from ms_varlen.recipe.recipe import Recipe
 
 GB = 1e9
 

@@ -19,7 +19,7 @@ import time
 
 import psutil
 
-from ms_varlen.train.config import DeviceConfig
+from ms_varlen.recipe.sections import DeviceConfig
 
 logger = logging.getLogger("ms_varlen")
 

@@ -19,6 +19,7 @@ import ms_varlen
 from ms_varlen.checkpoint.run_dir import Run, follow_run, open_run
 from ms_varlen.checkpoint.store import write_atomically
 from ms_varlen.data.store.store import Progress
+from ms_varlen.recipe.recipe import Recipe
 from ms_varlen.train.collectives import gather_words
 from ms_varlen.train.device import set_up_device
 from ms_varlen.train.exchange import Exchange, connect
@@ -26,7 +27,6 @@ from ms_varlen.train.graphs import TrainingGraphs, compile_graphs
 from ms_varlen.train.loop import TrainingLoop
 from ms_varlen.train.plan_files import plans_of_node
 from ms_varlen.train.ranks import StopRequest, join_ranks
-from ms_varlen.train.recipe import Recipe
 from ms_varlen.train.workload import Workload, describe_plan, prepare
 
 logger = logging.getLogger("ms_varlen")

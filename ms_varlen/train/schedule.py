@@ -2,7 +2,7 @@
 
 import math
 
-from ms_varlen.train.config import TrainConfig
+from ms_varlen.recipe.sections import TrainConfig
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

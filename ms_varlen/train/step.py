@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from ms_varlen.ops.adamw import adamw, square_sum
-from ms_varlen.train.config import TrainConfig
+from ms_varlen.recipe.sections import TrainConfig
 
 _add_to = ops.MultitypeFuncGraph("add_to")
 

@@ -17,10 +17,10 @@ from ms_varlen.planning.epoch_plan import EpochPlan, EpochPlans, PlanSettings, P
 from ms_varlen.planning.ledger import EpochLedger
 from ms_varlen.planning.statistics import length_histogram, length_statistics
 from ms_varlen.planning.windows import bucket_rows, divisor_boundaries
+from ms_varlen.recipe.recipe import Recipe
+from ms_varlen.recipe.rules import has_row_buckets, largest_tokens, tail_segments
 from ms_varlen.train.epoch_numbers import epoch_numbers
 from ms_varlen.train.memory import check_memory, step_memory
-from ms_varlen.train.recipe import Recipe
-from ms_varlen.train.recipe_rules import has_row_buckets, largest_tokens, tail_segments
 
 POLICIES: dict[str, Literal["token_budget", "packed", "bucketed", "rows"]] = {
     "padded": "rows",

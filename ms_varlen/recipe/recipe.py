@@ -22,9 +22,9 @@ from ms_varlen.graph.config import GraphConfig, ShapesConfig
 from ms_varlen.models.config import ModelConfig
 from ms_varlen.models.hugging_face import read_hugging_face
 from ms_varlen.planning.config import BatchConfig
-from ms_varlen.train.config import DeviceConfig, TrainConfig
-from ms_varlen.train.recipe_rules import rule_faults
-from ms_varlen.train.recipe_yaml import apply_overrides, read_recipe_file
+from ms_varlen.recipe.rules import rule_faults
+from ms_varlen.recipe.sections import DeviceConfig, TrainConfig
+from ms_varlen.recipe.yaml_text import apply_overrides, read_recipe_file
 
 
 class Recipe(BaseModel):

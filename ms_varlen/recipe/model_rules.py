@@ -1,4 +1,4 @@
-"""Rules between the decoder of a recipe and its other keys; see `ms_varlen.train.recipe_rules`."""
+"""Rules between the decoder of a recipe and its other keys; see `ms_varlen.recipe.rules`."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

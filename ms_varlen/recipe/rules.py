@@ -10,7 +10,7 @@ from typing import Any
 from ms_varlen.data.config import BYTES, PYDOC, DataConfig, missing_files
 from ms_varlen.faults import Fault, shown
 from ms_varlen.graph.shapes import TokenShapes
-from ms_varlen.train.model_rules import MODEL_RULES
+from ms_varlen.recipe.model_rules import MODEL_RULES
 
 
 def _one_length(seq_length: int, max_position_embeddings: int) -> Iterator[Fault]:

@@ -1,0 +1,1 @@
+"""Recipes: YAML files, their sections, and the rules between keys."""
