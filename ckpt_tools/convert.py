@@ -23,7 +23,7 @@ from ms_varlen.checkpoint.same_data import DATA_FINGERPRINT
 from ms_varlen.checkpoint.same_recipe import RECIPE_FILE
 from ms_varlen.errors import CheckpointError, RecipeError
 from ms_varlen.recipe.recipe import Recipe, load_recipe
-from ms_varlen.train.variants import variant
+from ms_varlen.workload.translation import variant
 
 _NO_PART_OF_THE_NET = ("initializer_range", "max_position_embeddings", "sliding_window")
 MODES = ("padded", "bucketed", "packed", "varlen")
@@ -38,7 +38,7 @@ def convert(
         source: a step folder of ours, or a run folder: its newest.
         destination: the run folder to make.
         mode: of the new checkpoint.
-        recipe: to go on with; by default the source's, with its sizes translated as `ms_varlen.train.variants` does.
+        recipe: to go on with; by default the source's, with its sizes translated as `translation` does.
         progress: told bytes written and bytes in all.
     Returns:
         what was written, for people and `--json`.
@@ -163,7 +163,7 @@ def _place(step: StepFolder, target: Recipe) -> tuple[bytes, dict[str, Any]]:
     """
     if step.manifest["mode"] != IMPORTED:
         return step.state_bytes, _manifest(step, target, step.manifest.get(DATA_FINGERPRINT))
-    from ms_varlen.train.workload import prepare
+    from ms_varlen.workload.workload import prepare
 
     workload = prepare(target)
     plans = workload.plans

@@ -11,8 +11,8 @@ from ms_varlen.batches.layout import IGNORE_INDEX
 from ms_varlen.planning.epoch_plan import EpochPlan
 from ms_varlen.train.device import set_up_device
 from ms_varlen.train.graphs import TrainingGraphs
-from ms_varlen.train.variants import variant
-from ms_varlen.train.workload import Workload, prepare_on
+from ms_varlen.workload.translation import variant
+from ms_varlen.workload.workload import Workload, prepare_on
 
 
 def step_samples(workload: Workload, steps: int) -> list[np.ndarray]:

@@ -109,7 +109,7 @@ def _blocks(tensor: StoredTensor) -> Iterator[np.ndarray]:
 
 def _compare_losses(a: Weights, b: Weights, recipe: Recipe, batches: int) -> dict[str, Any]:
     from ckpt_tools.losses import LossOfMode, step_samples
-    from ms_varlen.train.workload import prepare
+    from ms_varlen.workload.workload import prepare
 
     _check_recipe(a, b, recipe)
     workload = prepare(recipe)

@@ -176,7 +176,7 @@ def plan_command(
     loaded = load_recipe(recipe, overrides or [])
     from ms_varlen.diagnose.planning_pages import plan_tables, write_plan_page
     from ms_varlen.diagnose.stats import plan_advice
-    from ms_varlen.train.workload import describe_plan, prepare
+    from ms_varlen.workload.workload import describe_plan, prepare
 
     with progress_bars() as bars:
         workload = prepare(loaded, store_bar(bars), world_size)

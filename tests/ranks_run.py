@@ -282,7 +282,7 @@ def ends_unevenly(folder, rank):  # B06
         folder, "uneven", corpus="uneven", batch={"token_budget": 32}, shapes={"kind": "static", "divisor": 16}
     )
     from ms_varlen.recipe.recipe import parse_recipe
-    from ms_varlen.train.workload import prepare
+    from ms_varlen.workload.workload import prepare
 
     recipe["data"]["eval_fraction"] = 0.0
     recipe["train"]["steps"] = prepare(parse_recipe(recipe), world_size=2).plans.epoch(0).num_steps

@@ -12,7 +12,7 @@ from ms_varlen.bridge.loader import VarlenDataLoader
 from ms_varlen.errors import DataError, LengthsError
 from ms_varlen.lengths import SeqLens
 from ms_varlen.recipe.recipe import load_recipe
-from ms_varlen.train.workload import prepare
+from ms_varlen.workload.workload import prepare
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from cli_run import metrics
 
 from ms_varlen.recipe.recipe import load_recipe
 from ms_varlen.train.loop import ids_hash, resumed_state
-from ms_varlen.train.workload import prepare
+from ms_varlen.workload.workload import prepare
 
 pytestmark = pytest.mark.graph
 

@@ -5,8 +5,8 @@ import pytest
 
 from ms_varlen.planning.cost import CostModel
 from ms_varlen.recipe.recipe import parse_recipe
-from ms_varlen.train.epoch_numbers import rank_balance
-from ms_varlen.train.workload import prepare
+from ms_varlen.workload.summary import rank_balance
+from ms_varlen.workload.workload import prepare
 
 COST = CostModel(linear=1.0, quadratic=0.01)
 

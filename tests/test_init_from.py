@@ -14,7 +14,7 @@ from ms_varlen.recipe.recipe import parse_recipe
 from ms_varlen.train.graphs import TrainingGraphs
 from ms_varlen.train.loop import perplexity
 from ms_varlen.train.run import train
-from ms_varlen.train.workload import prepare
+from ms_varlen.workload.workload import prepare
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ import pytest
 
 from ms_varlen.errors import DataError
 from ms_varlen.recipe.recipe import load_recipe
-from ms_varlen.train.memory import device_bytes, step_memory
-from ms_varlen.train.workload import describe_plan, prepare
+from ms_varlen.workload.memory import device_bytes, step_memory
+from ms_varlen.workload.workload import describe_plan, prepare
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 ASCEND = sorted(RECIPES.glob("ascend_*.yaml"))

@@ -14,7 +14,7 @@ from ms_varlen.diagnose.align import align
 from ms_varlen.errors import ShapesError
 from ms_varlen.recipe.recipe import parse_recipe
 from ms_varlen.train.run import train
-from ms_varlen.train.workload import describe_plan, prepare
+from ms_varlen.workload.workload import describe_plan, prepare
 
 STEPS = int(os.environ.get("MS_VARLEN_MODES_STEPS", "24"))
 ALIGN_STEPS = int(os.environ.get("MS_VARLEN_MODES_STEPS", "12"))

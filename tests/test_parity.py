@@ -12,7 +12,7 @@ import pytest
 from ms_varlen.batches.dataset import MicroBatches
 from ms_varlen.recipe.recipe import parse_recipe
 from ms_varlen.train.graphs import TrainingGraphs
-from ms_varlen.train.workload import prepare
+from ms_varlen.workload.workload import prepare
 
 torch = pytest.importorskip("torch", reason="parity needs torch, which the test extra brings")
 transformers = pytest.importorskip("transformers", reason="parity needs transformers, which the test extra brings")

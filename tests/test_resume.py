@@ -11,7 +11,7 @@ from cli_run import arrays, checkpoints, metrics
 from ms_varlen.planning.epoch_plan import EpochPlan
 from ms_varlen.recipe.recipe import load_recipe
 from ms_varlen.train.loop import ids_hash
-from ms_varlen.train.workload import prepare
+from ms_varlen.workload.workload import prepare
 
 pytestmark = pytest.mark.graph
 

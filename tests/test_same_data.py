@@ -11,7 +11,7 @@ from ms_varlen.diagnose.alignment import recipe_hash
 from ms_varlen.errors import CheckpointError
 from ms_varlen.recipe.recipe import parse_recipe
 from ms_varlen.train.run import train
-from ms_varlen.train.workload import prepare
+from ms_varlen.workload.workload import prepare
 
 STEPS = 6
 

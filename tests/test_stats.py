@@ -15,7 +15,7 @@ from ms_varlen.data.config import DataConfig
 from ms_varlen.data.store.store import prepare_store
 from ms_varlen.diagnose.stats import corpus_stats, cpu_body, document_lengths, read_calibration, stats_recipe
 from ms_varlen.recipe.recipe import load_recipe
-from ms_varlen.train.workload import prepare
+from ms_varlen.workload.workload import prepare
 
 LENGTHS = [5, 40, 7, 64, 65, 130, 20, 300, 12, 9]  # tokens of documents, end-of-text included
 

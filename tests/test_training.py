@@ -22,7 +22,7 @@ from ms_varlen.train.ranks import Ranks
 from ms_varlen.train.schedule import learning_rate
 from ms_varlen.train.step import ApplyGradients, clear
 from ms_varlen.train.step_reports import StepLengths, StepPlace, StepReports
-from ms_varlen.train.workload import describe_plan, prepare
+from ms_varlen.workload.workload import describe_plan, prepare
 
 LENGTHS = [3, 17, 5, 40, 9, 64, 2, 31, 8, 12, 90, 4]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from ms_varlen.planning.cost import CostModel
 from ms_varlen.planning.work import EpochWork
 from ms_varlen.recipe.recipe import load_recipe
-from ms_varlen.train.variants import PAIRS, compare_variants, epoch_work, overrides_between, sampled, variant
-from ms_varlen.train.workload import SampleLengths
+from ms_varlen.workload.translation import PAIRS, compare_variants, epoch_work, overrides_between, sampled, variant
+from ms_varlen.workload.workload import SampleLengths
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 QUICKSTART, PADDED = RECIPES / "quickstart.yaml", RECIPES / "padded.yaml"

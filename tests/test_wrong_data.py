@@ -13,7 +13,7 @@ from ms_varlen.data.sources import record_batches as batches
 from ms_varlen.data.store.store import prepare_store
 from ms_varlen.errors import DataError, RecipeError
 from ms_varlen.recipe.recipe import parse_recipe
-from ms_varlen.train.workload import prepare
+from ms_varlen.workload.workload import prepare
 
 GOOD = [{"text": f"text {n}"} for n in range(8)]
 

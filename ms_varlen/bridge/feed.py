@@ -28,8 +28,8 @@ from ms_varlen.errors import LengthsError
 from ms_varlen.planning.balance import imbalance
 from ms_varlen.planning.cost import CostModel
 from ms_varlen.planning.epoch_plan import EpochPlan, PlanState
-from ms_varlen.train.epoch_numbers import micro_batch_flops
-from ms_varlen.train.workload import Workload, prepare, prepare_on
+from ms_varlen.workload.summary import micro_batch_flops
+from ms_varlen.workload.workload import Workload, prepare, prepare_on
 
 
 def packed_row(columns: Columns, entries: int) -> Columns:

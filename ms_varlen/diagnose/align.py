@@ -26,7 +26,7 @@ from ms_varlen.train.device import ASCEND, set_up_device
 from ms_varlen.train.graphs import compile_graphs
 from ms_varlen.train.loop import ids_hash, resumed_state
 from ms_varlen.train.schedule import learning_rate
-from ms_varlen.train.workload import Workload, prepare
+from ms_varlen.workload.workload import Workload, prepare
 
 LOSS_TOLERANCE = {"CPU": 2e-5, ASCEND: 1e-3}
 """Largest difference of the loss by device (fp32 on a CPU, bf16 products on an NPU), where the noise is below it."""

@@ -13,7 +13,7 @@ from ms_varlen.lengths import SeqLens
 from ms_varlen.ops.dense_attention import declared_dense_columns, dense_attention, dense_columns
 from ms_varlen.planning.windows import divisor_boundaries
 from ms_varlen.train.graphs import AttentionPath, TrainingGraphs
-from ms_varlen.train.workload import Workload
+from ms_varlen.workload.workload import Workload
 
 DENSE_ROWS = 4
 """Rows of a micro-batch on the padded side."""

@@ -21,7 +21,7 @@ from ms_varlen.diagnose.bench_arena import Arena, BenchSettings, StartRanks, Sta
 from ms_varlen.diagnose.bench_contenders import MAIN, PEERS, Parts, bench_workload, step_parts
 from ms_varlen.diagnose.bench_ranks import measure_ranks
 from ms_varlen.recipe.recipe import Recipe
-from ms_varlen.train.workload import Workload
+from ms_varlen.workload.workload import Workload
 
 logger = logging.getLogger("ms_varlen")
 

@@ -26,7 +26,7 @@ from ms_varlen.graph.shapes import TokenShapes, round_up
 from ms_varlen.lengths import SeqLens
 from ms_varlen.models.decoder import CausalLM, CausalLMLoss
 from ms_varlen.train.graphs import AttentionPath
-from ms_varlen.train.workload import Workload
+from ms_varlen.workload.workload import Workload
 
 LOSS_TOLERANCE, GRADIENT_TOLERANCE, TENSOR_TOLERANCE = 2e-5, 1e-4, 1e-4
 MOST_SAMPLES = 4

@@ -24,8 +24,8 @@ from ms_varlen.diagnose.lint_columns import Finding
 from ms_varlen.errors import RecipeError, VarlenError
 from ms_varlen.ops.compressed_mask import check_compressed_mask
 from ms_varlen.recipe.recipe import Recipe, load_recipe
-from ms_varlen.train.epoch_numbers import epoch_batches
-from ms_varlen.train.workload import Workload, describe_plan, prepare
+from ms_varlen.workload.summary import epoch_batches
+from ms_varlen.workload.workload import Workload, describe_plan, prepare
 
 SAMPLED_MICRO_BATCHES = 64
 LONG_TAIL = 4.0

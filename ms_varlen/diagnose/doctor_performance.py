@@ -21,8 +21,8 @@ from ms_varlen.planning.cost import CostModel
 from ms_varlen.recipe.recipe import Recipe
 from ms_varlen.train.device import set_up_device
 from ms_varlen.train.graphs import TrainingGraphs, compile_graphs
-from ms_varlen.train.variants import epoch_work, sampled, variant
-from ms_varlen.train.workload import SampleLengths, Workload, describe_plan, predicted_graphs, prepare
+from ms_varlen.workload.translation import epoch_work, sampled, variant
+from ms_varlen.workload.workload import SampleLengths, Workload, describe_plan, predicted_graphs, prepare
 
 AREA = "performance"
 WARM_UP, TIMED = 2, 5

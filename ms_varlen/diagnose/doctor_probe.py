@@ -14,7 +14,7 @@ from ms_varlen.batches.layout import IGNORE_INDEX
 from ms_varlen.diagnose.findings import GREEN, RED, Check
 from ms_varlen.train.device import set_up_device
 from ms_varlen.train.graphs import TrainingGraphs, compile_graphs
-from ms_varlen.train.workload import Workload
+from ms_varlen.workload.workload import Workload
 
 AREA = "probe"
 

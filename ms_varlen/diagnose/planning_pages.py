@@ -19,8 +19,8 @@ from ms_varlen.diagnose.planning_figures import (
 )
 from ms_varlen.diagnose.report import LEDGER_ROWS, render
 from ms_varlen.planning.cost import CostModel
-from ms_varlen.train.epoch_numbers import epoch_batches, rank_balance
-from ms_varlen.train.workload import Workload
+from ms_varlen.workload.summary import epoch_batches, rank_balance
+from ms_varlen.workload.workload import Workload
 
 LENGTH_ROWS = {
     "p50": "median",

@@ -28,7 +28,7 @@ from ms_varlen.planning.work import Calibration, EpochWork
 from ms_varlen.recipe.recipe import Recipe, load_recipe, parse_recipe
 from ms_varlen.recipe.rules import has_row_buckets
 from ms_varlen.recipe.yaml_text import apply_overrides
-from ms_varlen.train.variants import (
+from ms_varlen.workload.translation import (
     compare_variants,
     overrides_between,
     padded_works,
@@ -36,7 +36,7 @@ from ms_varlen.train.variants import (
     sampled,
     variant,
 )
-from ms_varlen.train.workload import SampleLengths, recipe_row_lengths
+from ms_varlen.workload.workload import SampleLengths, recipe_row_lengths
 
 WINDOWS = (100, 1_000, 10_000, 100_000)
 CALIBRATION_FILE = "calibration.json"

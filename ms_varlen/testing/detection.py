@@ -18,7 +18,7 @@ from ms_varlen.errors import VarlenError
 from ms_varlen.recipe.recipe import load_recipe
 from ms_varlen.testing.planted import Fault, changed_columns
 from ms_varlen.train.run import train
-from ms_varlen.train.workload import prepare
+from ms_varlen.workload.workload import prepare
 
 RECIPE = """
 mode: varlen

@@ -26,7 +26,7 @@ from ms_varlen.train.exchange import Exchange, connect
 from ms_varlen.train.ranks import Ranks
 from ms_varlen.train.replicas import check_replicas
 from ms_varlen.train.step_reports import StepLengths, StepPlace, StepReports
-from ms_varlen.train.workload import prepare
+from ms_varlen.workload.workload import prepare
 
 SECONDS = 10
 RANK_FAULTS = {

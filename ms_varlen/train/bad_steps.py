@@ -11,7 +11,7 @@ from ms_varlen.checkpoint.store import write_atomically
 from ms_varlen.errors import VarlenError
 from ms_varlen.planning.epoch_plan import EpochPlan
 from ms_varlen.train.step_reports import StepLengths, StepPlace
-from ms_varlen.train.workload import Workload
+from ms_varlen.workload.workload import Workload
 
 
 @dataclasses.dataclass

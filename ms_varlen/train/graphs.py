@@ -33,7 +33,7 @@ from ms_varlen.ops.kernel_build import kernel_library
 from ms_varlen.train.collectives import SumOverRanks
 from ms_varlen.train.device import ASCEND
 from ms_varlen.train.step import AccumulateGradients, ApplyGradients, EvaluateLoss, clear
-from ms_varlen.train.workload import Workload, predicted_graphs
+from ms_varlen.workload.workload import Workload, predicted_graphs
 
 logger = logging.getLogger("ms_varlen")
 

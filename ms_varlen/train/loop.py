@@ -34,7 +34,7 @@ from ms_varlen.train.ranks import Ranks, StopRequest
 from ms_varlen.train.replicas import check_replicas
 from ms_varlen.train.schedule import learning_rate
 from ms_varlen.train.step_reports import StepCounts, StepLengths, StepPlace, StepReports
-from ms_varlen.train.workload import Workload
+from ms_varlen.workload.workload import Workload
 
 logger = logging.getLogger("ms_varlen")
 

@@ -27,7 +27,7 @@ from ms_varlen.train.graphs import TrainingGraphs, compile_graphs
 from ms_varlen.train.loop import TrainingLoop
 from ms_varlen.train.plan_files import plans_of_node
 from ms_varlen.train.ranks import StopRequest, join_ranks
-from ms_varlen.train.workload import Workload, describe_plan, prepare
+from ms_varlen.workload.workload import Workload, describe_plan, prepare
 
 logger = logging.getLogger("ms_varlen")
 

@@ -19,8 +19,8 @@ from ms_varlen.planning.statistics import length_histogram, length_statistics
 from ms_varlen.planning.windows import bucket_rows, divisor_boundaries
 from ms_varlen.recipe.recipe import Recipe
 from ms_varlen.recipe.rules import has_row_buckets, largest_tokens, tail_segments
-from ms_varlen.train.epoch_numbers import epoch_numbers
-from ms_varlen.train.memory import check_memory, step_memory
+from ms_varlen.workload.memory import check_memory, step_memory
+from ms_varlen.workload.summary import epoch_numbers
 
 POLICIES: dict[str, Literal["token_budget", "packed", "bucketed", "rows"]] = {
     "padded": "rows",
