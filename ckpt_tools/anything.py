@@ -14,7 +14,7 @@ from ckpt_tools.ours import open_step
 from ckpt_tools.shards import TRACKER, read_file
 from ckpt_tools.tensors import StoredTensor
 from ckpt_tools.weights import Weights, checked, is_hugging_face, of_step, open_hugging_face
-from ms_varlen.checkpoint.same_recipe import RECIPE_FILE
+from ms_varlen.checkpoint.resume import RECIPE_FILE
 from ms_varlen.checkpoint.store import MANIFEST_FILE, list_checkpoints, read_manifest
 from ms_varlen.errors import CheckpointError
 from ms_varlen.models.hugging_face import CONFIG_FILE

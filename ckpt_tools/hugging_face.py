@@ -11,9 +11,9 @@ from ckpt_tools.imports import carried_files
 from ckpt_tools.new_folder import new_folder
 from ckpt_tools.tensors import StoredTensor, cast, running_total, write_safetensors
 from ckpt_tools.weights import Weights
+from ms_varlen.checkpoint.tensors import INDEX_FILE, SINGLE_FILE
 from ms_varlen.errors import CheckpointError
 from ms_varlen.models.hugging_face import CONFIG_FILE, hugging_face_config
-from ms_varlen.models.weights import INDEX_FILE, SINGLE_FILE
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from ckpt_tools.parameters import check_parameters, moment_shapes
 from ckpt_tools.tensors import NUMPY_TYPES, StoredTensor, cast, from_array, read_safetensors, write_safetensors
-from ms_varlen.checkpoint.same_recipe import RECIPE_FILE
+from ms_varlen.checkpoint.resume import RECIPE_FILE
 from ms_varlen.checkpoint.store import (
     APPLIED_STEPS,
     MANIFEST_FILE,

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from ms_varlen.catalogue import catalogue, explain
-from ms_varlen.checkpoint.run_dir import make_output_dir
+from ms_varlen.checkpoint.run_folder import make_output_dir
 from ms_varlen.console import (
     Json,
     Overrides,

@@ -17,7 +17,7 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ms_varlen.checkpoint.same_recipe import dotted
+from ms_varlen.checkpoint.resume import dotted
 from ms_varlen.errors import VarlenError
 
 people = Console(stderr=True)

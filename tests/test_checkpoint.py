@@ -17,10 +17,12 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from ms_varlen.checkpoint import run_dir, same_recipe, store
+from ms_varlen.checkpoint import resume as same_recipe
+from ms_varlen.checkpoint import run_folder as run_dir
+from ms_varlen.checkpoint import store
 from ms_varlen.checkpoint.config import CheckpointConfig
-from ms_varlen.checkpoint.run_dir import cut_metrics, open_run, run_folders
-from ms_varlen.checkpoint.same_recipe import changed_keys
+from ms_varlen.checkpoint.resume import changed_keys
+from ms_varlen.checkpoint.run_folder import cut_metrics, open_run, run_folders
 from ms_varlen.checkpoint.store import (
     CorruptCheckpointError,
     list_checkpoints,

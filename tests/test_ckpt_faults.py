@@ -17,7 +17,7 @@ from ckpt_tools import tensors as tensors_module
 from ckpt_tools.convert import convert
 from ckpt_tools.new_folder import new_folder as make_folder
 from ms_varlen.checkpoint import store
-from ms_varlen.checkpoint.run_dir import open_run
+from ms_varlen.checkpoint.run_folder import open_run
 from ms_varlen.checkpoint.store import read_manifest, sealed_manifest
 from ms_varlen.errors import CheckpointError
 from ms_varlen.recipe.recipe import load_recipe

@@ -10,9 +10,9 @@ from safetensors.numpy import save_file
 
 from ms_varlen.checkpoint.initial_weights import InitialWeights
 from ms_varlen.checkpoint.store import APPLIED_STEPS, save_checkpoint
+from ms_varlen.checkpoint.tensors import TensorFolder
 from ms_varlen.errors import CheckpointError
 from ms_varlen.models.config import DecoderConfig
-from ms_varlen.models.weights import TensorFolder
 
 CONFIG = DecoderConfig(hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12, vocab_size=11)
 TIED = CONFIG.model_copy(update={"tie_word_embeddings": True})

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from ms_varlen.checkpoint.store import MANIFEST_FILE, MODEL_FILE, list_checkpoints, read_manifest
+from ms_varlen.checkpoint.tensors import TensorFolder
 from ms_varlen.errors import CheckpointError
 from ms_varlen.models.config import DecoderConfig
-from ms_varlen.models.weights import TensorFolder
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ms_varlen.batches.dataset import Columns, MicroBatches
 from ms_varlen.batches.layout import check_micro_batch
-from ms_varlen.checkpoint.same_recipe import RECIPE_FILE
+from ms_varlen.checkpoint.resume import RECIPE_FILE
 from ms_varlen.data.store.store import Progress
 from ms_varlen.diagnose.doctor_checkpoint import checkpoint_checks
 from ms_varlen.diagnose.doctor_environment import environment_checks

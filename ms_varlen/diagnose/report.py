@@ -9,8 +9,8 @@ import numpy as np
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from ms_varlen.checkpoint.run_dir import METRICS_FILE
-from ms_varlen.checkpoint.same_recipe import RECIPE_FILE
+from ms_varlen.checkpoint.resume import RECIPE_FILE
+from ms_varlen.checkpoint.run_folder import METRICS_FILE
 from ms_varlen.checkpoint.store import write_atomically
 from ms_varlen.diagnose.figures import (
     difference_figure,

@@ -22,7 +22,7 @@ import numpy as np
 
 from ms_varlen.batches.dataset import Columns, MicroBatches, MicroBatchLoader
 from ms_varlen.batches.layout import IGNORE_INDEX
-from ms_varlen.checkpoint.run_dir import Run
+from ms_varlen.checkpoint.run_folder import Run
 from ms_varlen.checkpoint.store import Checkpoint, save_checkpoint
 from ms_varlen.errors import CheckpointError, VarlenError
 from ms_varlen.planning.epoch_plan import EpochPlan, EpochPlans, PlanState

@@ -16,7 +16,7 @@ from typing import Any
 import mindspore as ms
 
 import ms_varlen
-from ms_varlen.checkpoint.run_dir import Run, follow_run, open_run
+from ms_varlen.checkpoint.run_folder import Run, follow_run, open_run
 from ms_varlen.checkpoint.store import write_atomically
 from ms_varlen.data.store.store import Progress
 from ms_varlen.recipe.recipe import Recipe

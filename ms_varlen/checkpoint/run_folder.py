@@ -31,7 +31,7 @@ from typing import IO, Any
 import yaml
 
 from ms_varlen.checkpoint.config import CheckpointConfig
-from ms_varlen.checkpoint.same_recipe import RECIPE_FILE, Expected, Shapes, load_to_go_on
+from ms_varlen.checkpoint.resume import RECIPE_FILE, Expected, Shapes, load_to_go_on
 from ms_varlen.checkpoint.store import (
     Checkpoint,
     fsync,
