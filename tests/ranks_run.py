@@ -245,7 +245,7 @@ def nan_gradient_of_one_rank(folder, rank):
 @scenario
 def stopped_before_the_first_step(folder, rank):
     """Rank 1 gets a SIGTERM as soon as it has joined; then the run is started again."""
-    from ms_varlen.train.ranks import StopRequest
+    from ms_varlen.ranks.join import StopRequest
 
     original = StopRequest.listen
 
@@ -264,8 +264,8 @@ def token_mean(folder, rank):  # L02: 4 over 1 token and 6 over 3 is 2.5
     import mindspore as ms
     from mindspore import Parameter, ParameterTuple, Tensor
 
+    from ms_varlen.ranks.collectives import SumOverRanks
     from ms_varlen.recipe.sections import TrainConfig
-    from ms_varlen.train.collectives import SumOverRanks
     from ms_varlen.train.step import ApplyGradients
 
     weight = Parameter(Tensor(np.zeros(1, np.float32)), name="w")
@@ -316,9 +316,9 @@ def twelve_on_two(folder, rank):
 @scenario
 def elastic(folder, rank):
     """Two ranks, then one in a process of its own, then two again, in one epoch."""
-    from ms_varlen.train.collectives import gather_words
-    from ms_varlen.train.exchange import connect
-    from ms_varlen.train.ranks import Ranks
+    from ms_varlen.ranks.collectives import gather_words
+    from ms_varlen.ranks.exchange import connect
+    from ms_varlen.ranks.join import Ranks
 
     found = [train(values(folder, "elastic", train__steps=2))]
     recipe = Path(folder) / "elastic.yaml"
@@ -342,8 +342,8 @@ def main():
     import mindspore as ms
 
     from ms_varlen.errors import VarlenError
+    from ms_varlen.ranks.join import join_ranks
     from ms_varlen.recipe.sections import DeviceConfig
-    from ms_varlen.train.ranks import join_ranks
 
     ms.set_device("CPU")
     ranks = join_ranks(DeviceConfig())

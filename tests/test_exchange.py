@@ -9,10 +9,10 @@ import pytest
 
 from ms_varlen.errors import DataError, RanksError
 from ms_varlen.planning.epoch_plan import PlanState
-from ms_varlen.train import step_reports
-from ms_varlen.train.exchange import Exchange, Meeting, connect
-from ms_varlen.train.ranks import Ranks
-from ms_varlen.train.step_reports import StepCounts, StepLengths, StepPlace, StepReports
+from ms_varlen.ranks import agreement as step_reports
+from ms_varlen.ranks.agreement import StepCounts, StepLengths, StepPlace, StepReports
+from ms_varlen.ranks.exchange import Exchange, Meeting, connect
+from ms_varlen.ranks.join import Ranks
 
 PLAN = "0123456789abcdef" * 2
 

@@ -12,11 +12,12 @@ import psutil
 import pytest
 
 from ms_varlen.errors import VarlenError
-from ms_varlen.train import launch, ranks
+from ms_varlen.ranks import join as ranks
+from ms_varlen.ranks.join import Ranks, StopRequest
+from ms_varlen.train import launch
 from ms_varlen.train.bad_steps import check_bad_steps, culprits
 from ms_varlen.train.cluster import TRAIN_SCRIPT, Cluster
 from ms_varlen.train.launch import Launch, failed_worker, first_cause, first_error, main
-from ms_varlen.train.ranks import Ranks, StopRequest
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
 

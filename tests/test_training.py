@@ -13,15 +13,15 @@ from ms_varlen.batches.dataset import MicroBatches, MicroBatchLoader
 from ms_varlen.batches.layout import IGNORE_INDEX, lay_out
 from ms_varlen.lengths import SeqLens
 from ms_varlen.planning.epoch_plan import PlanState
+from ms_varlen.ranks.agreement import StepLengths, StepPlace, StepReports
+from ms_varlen.ranks.exchange import Exchange
+from ms_varlen.ranks.join import Ranks
 from ms_varlen.recipe.recipe import parse_recipe
 from ms_varlen.recipe.sections import TrainConfig
-from ms_varlen.train.exchange import Exchange
 from ms_varlen.train.graphs import TrainingGraphs
 from ms_varlen.train.loop import ids_hash
-from ms_varlen.train.ranks import Ranks
 from ms_varlen.train.schedule import learning_rate
 from ms_varlen.train.step import ApplyGradients, clear
-from ms_varlen.train.step_reports import StepLengths, StepPlace, StepReports
 from ms_varlen.workload.workload import describe_plan, prepare
 
 LENGTHS = [3, 17, 5, 40, 9, 64, 2, 31, 8, 12, 90, 4]

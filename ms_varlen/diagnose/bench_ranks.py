@@ -79,9 +79,9 @@ def _free_port() -> int:
 def run_rank(folder: Path) -> None:
     """One rank: compile, train two steps, and write down what it took."""
     from ms_varlen.diagnose.bench_worker import OwnContender
+    from ms_varlen.ranks.join import join_ranks
     from ms_varlen.recipe.recipe import parse_recipe
     from ms_varlen.train.device import set_up_device
-    from ms_varlen.train.ranks import join_ranks
     from ms_varlen.train.schedule import learning_rate
 
     settings = json.loads((folder / "settings.json").read_bytes())

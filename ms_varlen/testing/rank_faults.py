@@ -20,12 +20,12 @@ from ms_varlen.ops import ascend_attention
 from ms_varlen.ops.attention import attention_columns, attention_inputs, varlen_attention
 from ms_varlen.ops.body import use_body
 from ms_varlen.planning.epoch_plan import PlanState
+from ms_varlen.ranks.agreement import StepLengths, StepPlace, StepReports
+from ms_varlen.ranks.drift import check_replicas
+from ms_varlen.ranks.exchange import Exchange, connect
+from ms_varlen.ranks.join import Ranks
 from ms_varlen.recipe.recipe import load_recipe
 from ms_varlen.testing.flash_attention import flash_attention_score, move_to_device
-from ms_varlen.train.exchange import Exchange, connect
-from ms_varlen.train.ranks import Ranks
-from ms_varlen.train.replicas import check_replicas
-from ms_varlen.train.step_reports import StepLengths, StepPlace, StepReports
 from ms_varlen.workload.workload import prepare
 
 SECONDS = 10

@@ -30,7 +30,7 @@ from ms_varlen.models.decoder import Attend, CausalLM, CausalLMLoss
 from ms_varlen.ops.attention import attention_columns, check_attention_limits, declared_columns, varlen_attention
 from ms_varlen.ops.body import body_in_use
 from ms_varlen.ops.kernel_build import kernel_library
-from ms_varlen.train.collectives import SumOverRanks
+from ms_varlen.ranks.collectives import SumOverRanks
 from ms_varlen.train.device import ASCEND
 from ms_varlen.train.step import AccumulateGradients, ApplyGradients, EvaluateLoss, clear
 from ms_varlen.workload.workload import Workload, predicted_graphs

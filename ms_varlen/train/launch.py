@@ -23,9 +23,7 @@ from typing import NoReturn
 import psutil
 
 from ms_varlen.errors import VarlenError
-from ms_varlen.recipe.recipe import load_recipe
-from ms_varlen.train.cluster import Cluster
-from ms_varlen.train.ranks import (
+from ms_varlen.ranks.join import (
     MSRUN_PID,
     ROLE,
     SCHEDULER,
@@ -34,6 +32,8 @@ from ms_varlen.train.ranks import (
     alive,
     ask_for_signal_of_parents_death,
 )
+from ms_varlen.recipe.recipe import load_recipe
+from ms_varlen.train.cluster import Cluster
 
 SCHEDULER_SECONDS = 5
 """How long the scheduler may live on without workers; by itself it waits for dead ones for half a minute."""

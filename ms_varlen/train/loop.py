@@ -26,14 +26,14 @@ from ms_varlen.checkpoint.run_folder import Run
 from ms_varlen.checkpoint.store import Checkpoint, save_checkpoint
 from ms_varlen.errors import CheckpointError, VarlenError
 from ms_varlen.planning.epoch_plan import EpochPlan, EpochPlans, PlanState
+from ms_varlen.ranks.agreement import StepCounts, StepLengths, StepPlace, StepReports
+from ms_varlen.ranks.drift import check_replicas
+from ms_varlen.ranks.exchange import Exchange
+from ms_varlen.ranks.join import Ranks, StopRequest
 from ms_varlen.train.bad_steps import Skipped, check_bad_steps, culprits, dump_bad_step
-from ms_varlen.train.exchange import Exchange
 from ms_varlen.train.graphs import TrainingGraphs
 from ms_varlen.train.profiling import StepProfiler
-from ms_varlen.train.ranks import Ranks, StopRequest
-from ms_varlen.train.replicas import check_replicas
 from ms_varlen.train.schedule import learning_rate
-from ms_varlen.train.step_reports import StepCounts, StepLengths, StepPlace, StepReports
 from ms_varlen.workload.workload import Workload
 
 logger = logging.getLogger("ms_varlen")

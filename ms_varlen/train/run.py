@@ -19,14 +19,14 @@ import ms_varlen
 from ms_varlen.checkpoint.run_folder import Run, follow_run, open_run
 from ms_varlen.checkpoint.store import write_atomically
 from ms_varlen.data.store.store import Progress
+from ms_varlen.ranks.collectives import gather_words
+from ms_varlen.ranks.exchange import Exchange, connect
+from ms_varlen.ranks.join import StopRequest, join_ranks
+from ms_varlen.ranks.shared_plans import plans_of_node
 from ms_varlen.recipe.recipe import Recipe
-from ms_varlen.train.collectives import gather_words
 from ms_varlen.train.device import set_up_device
-from ms_varlen.train.exchange import Exchange, connect
 from ms_varlen.train.graphs import TrainingGraphs, compile_graphs
 from ms_varlen.train.loop import TrainingLoop
-from ms_varlen.train.plan_files import plans_of_node
-from ms_varlen.train.ranks import StopRequest, join_ranks
 from ms_varlen.workload.workload import Workload, describe_plan, prepare
 
 logger = logging.getLogger("ms_varlen")

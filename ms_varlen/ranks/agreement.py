@@ -19,7 +19,7 @@ import numpy as np
 from ms_varlen.batches.layout import IGNORE_INDEX, Layout
 from ms_varlen.errors import RanksError, VarlenError
 from ms_varlen.planning.epoch_plan import EpochPlan, PlanState
-from ms_varlen.train.exchange import Exchange
+from ms_varlen.ranks.exchange import Exchange
 
 MOST_LENGTHS = 1 << 16
 """Lengths of a step over all ranks, the unused room counted, that are sent themselves: 256 KiB."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from ms_varlen.errors import RanksError
-from ms_varlen.train.exchange import Exchange
+from ms_varlen.ranks.exchange import Exchange
 
 
 def check_replicas(exchange: Exchange, weights: Iterable[tuple[str, np.ndarray]], step: int) -> None:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ms_varlen.errors import RanksError, VarlenError
-from ms_varlen.train.ranks import Ranks
+from ms_varlen.ranks.join import Ranks
 
 logger = logging.getLogger("ms_varlen")
 

@@ -1,0 +1,1 @@
+"""The ranks of a run: how they join, compare what they hold, and exchange values."""
