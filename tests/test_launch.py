@@ -12,12 +12,12 @@ import psutil
 import pytest
 
 from ms_varlen.errors import VarlenError
+from ms_varlen.launch import launch
+from ms_varlen.launch.cluster import TRAIN_SCRIPT, Cluster
+from ms_varlen.launch.launch import Launch, failed_worker, first_cause, first_error, main
 from ms_varlen.ranks import join as ranks
 from ms_varlen.ranks.join import Ranks, StopRequest
-from ms_varlen.train import launch
 from ms_varlen.train.bad_steps import check_bad_steps, culprits
-from ms_varlen.train.cluster import TRAIN_SCRIPT, Cluster
-from ms_varlen.train.launch import Launch, failed_worker, first_cause, first_error, main
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
 
@@ -344,8 +344,8 @@ def test_an_unknown_error_is_shown_by_the_last_lines_of_its_log(tmp_path, monkey
 
 def test_msrun_ends_with_a_killed_launcher(tmp_path):
     code = (
-        "import os, signal, sys\nfrom ms_varlen.train.launch import Launch\n"
-        "from ms_varlen.train.cluster import Cluster\n"
+        "import os, signal, sys\nfrom ms_varlen.launch.launch import Launch\n"
+        "from ms_varlen.launch.cluster import Cluster\n"
         "Cluster.command = lambda *_: [sys.executable, '-c', 'import time; time.sleep(60)']\n"
         f"launch = Launch(Cluster.from_environment(1, {{'LOG_DIR': {str(tmp_path)!r}}}), [])\n"
         "print(launch._msrun.pid, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"

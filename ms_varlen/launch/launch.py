@@ -1,6 +1,6 @@
 """Start a recipe's ranks under msrun, look after them, and tell what went wrong: what `scripts/msrun_launch.sh` runs.
 
-    python -m ms_varlen.train.launch recipes/quickstart.yaml 2 -- train.steps=20
+    python -m ms_varlen.launch.launch recipes/quickstart.yaml 2 -- train.steps=20
 
 msrun alone ends its workers without a word on SIGINT and leaves them running on SIGTERM. Here both are forwarded to the
 workers, which save and leave; when they do not within STOP_SECONDS, or one of them dies, all are ended. Where a node
@@ -23,6 +23,7 @@ from typing import NoReturn
 import psutil
 
 from ms_varlen.errors import VarlenError
+from ms_varlen.launch.cluster import Cluster
 from ms_varlen.ranks.join import (
     MSRUN_PID,
     ROLE,
@@ -33,7 +34,6 @@ from ms_varlen.ranks.join import (
     ask_for_signal_of_parents_death,
 )
 from ms_varlen.recipe.recipe import load_recipe
-from ms_varlen.train.cluster import Cluster
 
 SCHEDULER_SECONDS = 5
 """How long the scheduler may live on without workers; by itself it waits for dead ones for half a minute."""

@@ -1,0 +1,1 @@
+"""Start, watch and stop the ranks of a recipe under msrun."""
