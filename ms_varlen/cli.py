@@ -73,7 +73,7 @@ def train_command(recipe: RecipeArgument, overrides: Overrides = None, as_json: 
     Exit status 1 also when the last step was skipped, its loss or gradient not being finite.
     """
     loaded = load_recipe(recipe, overrides or [])
-    from ms_varlen.diagnose.report import write_report
+    from ms_varlen.diagnose.pages.run_page import write_report
     from ms_varlen.train.run import train
 
     with progress_bars() as bars:
@@ -114,8 +114,8 @@ def stats_command(
     as_json: Json = False,
 ) -> None:
     """Show how long a corpus's documents are, what each mode would waste on them, and what to choose."""
-    from ms_varlen.diagnose.planning_pages import stats_tables, write_stats_page
-    from ms_varlen.diagnose.stats import corpus_stats, stats_recipe
+    from ms_varlen.diagnose.advise.stats import corpus_stats, stats_recipe
+    from ms_varlen.diagnose.pages.planning_pages import stats_tables, write_stats_page
 
     recipe = stats_recipe(target, tokenizer, seq_length, overrides or [])
     with progress_bars() as bars:
@@ -148,8 +148,8 @@ def data_command(
     """Show what a corpus holds and what becomes of it: kinds, what is removed or cut with examples, lengths."""
     from rich.markup import escape
 
-    from ms_varlen.diagnose.data_report import data_report, data_tables, example_tables, write_data_page
-    from ms_varlen.diagnose.stats import stats_recipe
+    from ms_varlen.diagnose.advise.stats import stats_recipe
+    from ms_varlen.diagnose.pages.data_page import data_report, data_tables, example_tables, write_data_page
 
     recipe = stats_recipe(target, tokenizer, seq_length, overrides or [])
     with progress_bars() as bars:
@@ -174,8 +174,8 @@ def plan_command(
 ) -> None:
     """Show what a recipe would run: steps, sizes, graphs, padding, balance, ledger, and advice. Needs no MindSpore."""
     loaded = load_recipe(recipe, overrides or [])
-    from ms_varlen.diagnose.planning_pages import plan_tables, write_plan_page
-    from ms_varlen.diagnose.stats import plan_advice
+    from ms_varlen.diagnose.advise.stats import plan_advice
+    from ms_varlen.diagnose.pages.planning_pages import plan_tables, write_plan_page
     from ms_varlen.workload.workload import describe_plan, prepare
 
     with progress_bars() as bars:

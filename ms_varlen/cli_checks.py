@@ -60,11 +60,11 @@ def doctor_command(
         return
     if recipe is None:
         raise RecipeError(["RECIPE: must be given, got none; or use --list or --explain CODE"], "doctor")
-    from ms_varlen.diagnose.doctor import examine, recipe_of
+    from ms_varlen.diagnose.doctor.doctor import examine, recipe_of
 
     with progress_bars() as bars:
         if performance:
-            from ms_varlen.diagnose.doctor_performance import examine_performance
+            from ms_varlen.diagnose.doctor.performance import examine_performance
 
             result = examine_performance(recipe_of(recipe, overrides or []), store_bar(bars))
         else:
@@ -110,7 +110,7 @@ def lint_command(
     as_json: Json = False,
 ) -> None:
     """Find wrong lengths, positions, labels and padding in batches of any loader; exit status 1 when there are some."""
-    from ms_varlen.diagnose.lint_files import HOW, lint_file
+    from ms_varlen.diagnose.lint.files import HOW, lint_file
 
     if how:
         print(HOW)
@@ -166,9 +166,9 @@ def align_command(
     Where they differ, says on which kind of batch, sample, layer and tensor it begins. Exit status 1 when they differ.
     """
     loaded = load_recipe(recipe, overrides or [])
-    from ms_varlen.diagnose.align import align
-    from ms_varlen.diagnose.alignment import save_alignment
-    from ms_varlen.diagnose.report import write_align_report
+    from ms_varlen.diagnose.align.align import align
+    from ms_varlen.diagnose.align.alignment import save_alignment
+    from ms_varlen.diagnose.pages.run_page import write_align_report
 
     page = report or loaded.checkpoint.output_dir / "align.html"
     _check_page(loaded.checkpoint.output_dir, page)
@@ -188,7 +188,7 @@ def align_command(
 
 def _check_page(output_dir: Path, page: Path) -> None:
     """Make the folder of a run, and refuse a page that cannot be written, before the work that it shows."""
-    from ms_varlen.diagnose.folders import folder_fault
+    from ms_varlen.files import folder_fault
 
     make_output_dir(output_dir)
     fault = folder_fault(page.parent)
@@ -232,10 +232,10 @@ def bench_command(
     Example: ms-varlen bench recipes/bench_cpu.yaml --modes varlen_range,padded --peers torch
     """
     loaded = load_recipe(recipe, overrides or [])
-    from ms_varlen.diagnose.bench import bench
-    from ms_varlen.diagnose.bench_arena import BenchSettings
-    from ms_varlen.diagnose.bench_contenders import OURS
-    from ms_varlen.diagnose.bench_report import bench_tables, write_bench_report
+    from ms_varlen.diagnose.bench.arena import BenchSettings
+    from ms_varlen.diagnose.bench.bench import bench
+    from ms_varlen.diagnose.bench.contenders import OURS
+    from ms_varlen.diagnose.pages.bench_page import bench_tables, write_bench_report
 
     settings = BenchSettings(
         modes.split(",") if modes else list(OURS), peers.split(",") if peers else [], steps, warmup, ranks

@@ -26,10 +26,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ms_varlen.batches.dataset import MicroBatches, MicroBatchLoader
-from ms_varlen.diagnose.bench import machine
-from ms_varlen.diagnose.bench_contenders import bench_workload
-from ms_varlen.diagnose.bench_results import spread
-from ms_varlen.diagnose.bench_worker import MatrixProduct, drop_from_cache
+from ms_varlen.diagnose.bench.bench import machine
+from ms_varlen.diagnose.bench.contenders import bench_workload
+from ms_varlen.diagnose.bench.results import spread
+from ms_varlen.diagnose.bench.worker import MatrixProduct, drop_from_cache
 from ms_varlen.lengths import SeqLens
 from ms_varlen.ops.attention import attention_columns, attention_inputs, varlen_attention
 from ms_varlen.ops.body import body_in_use

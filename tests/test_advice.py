@@ -3,7 +3,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from ms_varlen.planning.advice import PREFERRED, Situation, advise, choose_boundaries, choose_pair
+from ms_varlen.diagnose.advise.advice import PREFERRED, Situation, advise, choose_boundaries, choose_pair
 from ms_varlen.planning.buckets import length_counts
 from ms_varlen.planning.cost import CostModel
 from ms_varlen.planning.statistics import cut_at, length_statistics

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from ms_varlen.diagnose.align import compare, gradient_difference
-from ms_varlen.diagnose.alignment import ALIGN_FILE, alignment_warning, recipe_hash, save_alignment
+from ms_varlen.diagnose.align.align import compare, gradient_difference
+from ms_varlen.diagnose.align.alignment import ALIGN_FILE, alignment_warning, recipe_hash, save_alignment
 from ms_varlen.recipe.recipe import parse_recipe
 
 VERSIONS = {"attention": "kernel", "mindspore": "2.9.0"}

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ms_varlen.batches.samples import ArraySamples
-from ms_varlen.diagnose import bench_ranks
-from ms_varlen.diagnose import bench_results as results
-from ms_varlen.diagnose.bench import CALIBRATION_FILE, bench
-from ms_varlen.diagnose.bench_arena import EQUAL_REPEATS, BenchSettings
-from ms_varlen.diagnose.bench_contenders import (
+from ms_varlen.diagnose.bench import ranks as bench_ranks
+from ms_varlen.diagnose.bench import results
+from ms_varlen.diagnose.bench.arena import EQUAL_REPEATS, BenchSettings
+from ms_varlen.diagnose.bench.bench import CALIBRATION_FILE, bench
+from ms_varlen.diagnose.bench.contenders import (
     EQUAL,
     OURS,
     RATE,
@@ -30,8 +30,8 @@ from ms_varlen.diagnose.bench_contenders import (
     samples_of,
     step_parts,
 )
-from ms_varlen.diagnose.bench_process import Worker, WorkerError, peak_rss_mb
-from ms_varlen.diagnose.bench_report import bench_tables, write_bench_report
+from ms_varlen.diagnose.bench.process import Worker, WorkerError, peak_rss_mb
+from ms_varlen.diagnose.pages.bench_page import bench_tables, write_bench_report
 from ms_varlen.errors import RecipeError
 from ms_varlen.planning.cost import CostModel
 from ms_varlen.recipe.recipe import parse_recipe
@@ -462,7 +462,7 @@ def test_peak_memory_is_that_of_this_process():
 
 @pytest.fixture(scope="module")
 def contenders(recipe):
-    from ms_varlen.diagnose.bench_worker import OwnContender
+    from ms_varlen.diagnose.bench.worker import OwnContender
 
     settings = {"recipe": recipe.resolved(), "steps": 3}
     return {name: OwnContender({**settings, "name": name}) for name in OURS}
@@ -499,7 +499,7 @@ def test_our_contender_tells_of_data_and_weights(contenders, tmp_path):
 
 
 def test_matrix_product_gives_both_rates():
-    from ms_varlen.diagnose.bench_worker import start
+    from ms_varlen.diagnose.bench.worker import start
 
     reply = start({"name": RATE})["step"]()
     assert min(reply["numpy"], reply["mindspore"]) > 1e8
@@ -521,7 +521,7 @@ def test_peers_learn_what_the_samples_say_and_no_more(masks, labels, targets):
 
 def test_torch_inputs_hold_the_same_samples():
     pytest.importorskip("torch", reason="PyTorch is an optional peer")
-    from ms_varlen.diagnose.bench_torch import packed_inputs, padded_inputs, segments_inputs
+    from ms_varlen.diagnose.bench.torch_peer import packed_inputs, padded_inputs, segments_inputs
 
     samples = samples_of(ArraySamples(SAMPLES), np.arange(2))
     (padded,) = padded_inputs(samples, 0)

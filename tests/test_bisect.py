@@ -7,7 +7,7 @@ import pytest
 
 from ms_varlen.catalogue import explain
 from ms_varlen.data.store.store import SampleTable
-from ms_varlen.diagnose.align import align
+from ms_varlen.diagnose.align.align import align
 from ms_varlen.errors import RecipeError
 from ms_varlen.recipe.recipe import load_recipe
 from ms_varlen.testing.detection import (

@@ -95,7 +95,7 @@ importlib.util.find_spec = lambda name, *rest: None if name == "mindformers" els
 import ms_varlen
 failed = []
 for module in pkgutil.walk_packages(ms_varlen.__path__, "ms_varlen."):
-    if module.name == "ms_varlen.diagnose.bench_torch":  # takes 10 s, needs torch
+    if module.name == "ms_varlen.diagnose.bench.torch_peer":  # takes 10 s, needs torch
         continue
     try:
         importlib.import_module(module.name)
@@ -124,7 +124,7 @@ def test_without_mindformers_all_else_works_and_the_bridge_says_what_to_install(
     assert {name for name, cause in causes.items() if cause == "mindformers"} == {
         "ms_varlen.bridge.cpu",
         "ms_varlen.bridge.monitor",
-        "ms_varlen.diagnose.bench_mindformers",
+        "ms_varlen.diagnose.bench.mindformers_peer",
     }
     assert advice in causes["ms_varlen.bridge.register"]
     assert config_faults(yaml.safe_load((tmp_path / "made.yaml").read_text())) == []

@@ -5,8 +5,8 @@ import sys
 import pytest
 from page import Page
 
-from ms_varlen.diagnose.data_report import data_report, data_tables, example_tables, write_data_page
-from ms_varlen.diagnose.stats import stats_recipe
+from ms_varlen.diagnose.advise.stats import stats_recipe
+from ms_varlen.diagnose.pages.data_page import data_report, data_tables, example_tables, write_data_page
 
 # The program in a process of its own, which must not load MindSpore.
 WITHOUT_MINDSPORE = """

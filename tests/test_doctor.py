@@ -9,10 +9,10 @@ import pytest
 
 from ms_varlen.batches.dataset import MicroBatches
 from ms_varlen.batches.layout import Layout
-from ms_varlen.diagnose.doctor import examine
-from ms_varlen.diagnose.doctor_checkpoint import bad_step_checks
-from ms_varlen.diagnose.doctor_environment import cann_check, package_checks, python_check
-from ms_varlen.diagnose.doctor_performance import causes
+from ms_varlen.diagnose.doctor.checkpoint import bad_step_checks
+from ms_varlen.diagnose.doctor.doctor import examine
+from ms_varlen.diagnose.doctor.environment import cann_check, package_checks, python_check
+from ms_varlen.diagnose.doctor.performance import causes
 from ms_varlen.testing.planted import plant
 
 RECIPE = """

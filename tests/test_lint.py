@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from lint_cases import CASES
 
 from ms_varlen.batches.layout import IGNORE_INDEX, lay_out
-from ms_varlen.diagnose.lint import lint_batch
-from ms_varlen.diagnose.lint_files import HOW, lint_file
+from ms_varlen.diagnose.lint.files import HOW, lint_file
+from ms_varlen.diagnose.lint.lint import lint_batch
 from ms_varlen.errors import DataError
 from ms_varlen.lengths import SeqLens
 

@@ -10,7 +10,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 
-from ms_varlen.diagnose.align import align
+from ms_varlen.diagnose.align.align import align
 from ms_varlen.errors import ShapesError
 from ms_varlen.recipe.recipe import parse_recipe
 from ms_varlen.train.run import train

@@ -8,8 +8,8 @@ import yaml
 from page import Page
 
 from ms_varlen import CheckpointError
-from ms_varlen.diagnose.figures import running_mean
-from ms_varlen.diagnose.report import write_align_report, write_report
+from ms_varlen.diagnose.pages.figures import running_mean
+from ms_varlen.diagnose.pages.run_page import write_align_report, write_report
 from ms_varlen.planning.ledger import EpochLedger
 from ms_varlen.planning.statistics import length_histogram, length_statistics
 
@@ -17,7 +17,7 @@ from ms_varlen.planning.statistics import length_histogram, length_statistics
 @pytest.fixture
 def no_pictures(monkeypatch):
     """For tests that read text only: drawing takes most of a page's time."""
-    monkeypatch.setattr("ms_varlen.diagnose.report.svg_data", lambda figure: "data:,")
+    monkeypatch.setattr("ms_varlen.diagnose.pages.run_page.svg_data", lambda figure: "data:,")
 
 
 RECIPE = {"mode": "varlen", "data": {"source": "a <b> & c.jsonl"}, "train": {"steps": 200}}

@@ -7,7 +7,7 @@ import pytest
 from tiny_recipe import TINY
 
 from ms_varlen.checkpoint.same_data import check_data
-from ms_varlen.diagnose.alignment import recipe_hash
+from ms_varlen.diagnose.align.alignment import recipe_hash
 from ms_varlen.errors import CheckpointError
 from ms_varlen.recipe.recipe import parse_recipe
 from ms_varlen.train.run import train

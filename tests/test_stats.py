@@ -13,7 +13,7 @@ from page import Page
 from ms_varlen import DataError, RecipeError
 from ms_varlen.data.config import DataConfig
 from ms_varlen.data.store.store import prepare_store
-from ms_varlen.diagnose.stats import corpus_stats, cpu_body, document_lengths, read_calibration, stats_recipe
+from ms_varlen.diagnose.advise.stats import corpus_stats, cpu_body, document_lengths, read_calibration, stats_recipe
 from ms_varlen.recipe.recipe import load_recipe
 from ms_varlen.workload.workload import prepare
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from ms_varlen.batches.dataset import MicroBatches
-from ms_varlen.diagnose.align import align
-from ms_varlen.diagnose.doctor import examine
-from ms_varlen.diagnose.findings import RED
-from ms_varlen.diagnose.lint import lint_batch
+from ms_varlen.diagnose.align.align import align
+from ms_varlen.diagnose.doctor.doctor import examine
+from ms_varlen.diagnose.doctor.findings import RED
+from ms_varlen.diagnose.lint.lint import lint_batch
 from ms_varlen.errors import VarlenError
 from ms_varlen.recipe.recipe import load_recipe
 from ms_varlen.testing.planted import Fault, changed_columns

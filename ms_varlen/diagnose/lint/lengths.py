@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from ms_varlen.diagnose.lint_columns import Finding, Rows, Segments
+from ms_varlen.diagnose.lint.columns import Finding, Rows, Segments
 
 ENDS = ("actual_seq_qlen", "actual_seq_len", "actual_seq_lengths", "cu_seqlens", "cu_seq_lens_q", "cu_seqlens_q")
 KEY_ENDS = ("actual_seq_kvlen", "cu_seq_lens_k", "cu_seqlens_k", "cu_seqlens_kv")

@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from ms_varlen.checkpoint.resume import RECIPE_FILE
 from ms_varlen.checkpoint.run_folder import METRICS_FILE
 from ms_varlen.checkpoint.store import write_atomically
-from ms_varlen.diagnose.figures import (
+from ms_varlen.diagnose.pages.figures import (
     difference_figure,
     length_figure,
     loss_figure,

@@ -16,9 +16,9 @@ from ms_varlen.data.store.files import SPLITS
 from ms_varlen.data.store.store import TokenStore, prepare_store
 from ms_varlen.data.tokens.cleaning import CUT, REMOVED, WITH_CONTROL
 from ms_varlen.data.tokens.records import ABOUT
-from ms_varlen.diagnose.figures import length_figure, svg_data
-from ms_varlen.diagnose.planning_pages import LENGTH_ROWS, PageTable
-from ms_varlen.diagnose.report import render
+from ms_varlen.diagnose.pages.figures import length_figure, svg_data
+from ms_varlen.diagnose.pages.planning_pages import LENGTH_ROWS, PageTable
+from ms_varlen.diagnose.pages.run_page import render
 from ms_varlen.planning.statistics import length_histogram, length_statistics
 from ms_varlen.recipe.recipe import Recipe
 

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ms_varlen.diagnose import bench_results as results
-from ms_varlen.diagnose.bench_contenders import EQUAL, MAIN, OURS, OURS_GROUP, PEERS, RATE, Contender
-from ms_varlen.diagnose.bench_process import Reply, Worker, WorkerError
-from ms_varlen.diagnose.bench_ranks import measure_ranks
+from ms_varlen.diagnose.bench import results
+from ms_varlen.diagnose.bench.contenders import EQUAL, MAIN, OURS, OURS_GROUP, PEERS, RATE, Contender
+from ms_varlen.diagnose.bench.process import Reply, Worker, WorkerError
+from ms_varlen.diagnose.bench.ranks import measure_ranks
 from ms_varlen.errors import RecipeError
 from ms_varlen.recipe.recipe import Recipe
 from ms_varlen.train.schedule import learning_rate

@@ -15,13 +15,13 @@ from ms_varlen.batches.dataset import Columns, MicroBatches
 from ms_varlen.batches.layout import check_micro_batch
 from ms_varlen.checkpoint.resume import RECIPE_FILE
 from ms_varlen.data.store.store import Progress
-from ms_varlen.diagnose.doctor_checkpoint import checkpoint_checks
-from ms_varlen.diagnose.doctor_environment import environment_checks
-from ms_varlen.diagnose.findings import GREEN, RED, YELLOW, Check, worst
-from ms_varlen.diagnose.folders import folder_fault
-from ms_varlen.diagnose.lint import lint_batch
-from ms_varlen.diagnose.lint_columns import Finding
+from ms_varlen.diagnose.doctor.checkpoint import checkpoint_checks
+from ms_varlen.diagnose.doctor.environment import environment_checks
+from ms_varlen.diagnose.doctor.findings import GREEN, RED, YELLOW, Check, worst
+from ms_varlen.diagnose.lint.columns import Finding
+from ms_varlen.diagnose.lint.lint import lint_batch
 from ms_varlen.errors import RecipeError, VarlenError
+from ms_varlen.files import folder_fault
 from ms_varlen.ops.compressed_mask import check_compressed_mask
 from ms_varlen.recipe.recipe import Recipe, load_recipe
 from ms_varlen.workload.summary import epoch_batches
@@ -106,7 +106,7 @@ def _all_checks(
     yield from plan_checks(workload)
     yield from checkpoint_checks(recipe, workload.model_config.parameter_shapes(), workload.store.fingerprint)
     if probe:
-        from ms_varlen.diagnose.doctor_probe import probe_checks
+        from ms_varlen.diagnose.doctor.probe import probe_checks
 
         yield from probe_checks(workload)
 

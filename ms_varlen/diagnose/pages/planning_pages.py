@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ms_varlen.checkpoint.store import write_atomically
-from ms_varlen.diagnose.figures import svg_data
-from ms_varlen.diagnose.planning_figures import (
+from ms_varlen.diagnose.pages.figures import svg_data
+from ms_varlen.diagnose.pages.planning_figures import (
     bucket_figure,
     cumulative_figure,
     imbalance_figure,
@@ -17,7 +17,7 @@ from ms_varlen.diagnose.planning_figures import (
     sizes_figure,
     window_figure,
 )
-from ms_varlen.diagnose.report import LEDGER_ROWS, render
+from ms_varlen.diagnose.pages.run_page import LEDGER_ROWS, render
 from ms_varlen.planning.cost import CostModel
 from ms_varlen.workload.summary import epoch_batches, rank_balance
 from ms_varlen.workload.workload import Workload

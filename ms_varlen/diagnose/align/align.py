@@ -16,8 +16,8 @@ import numpy as np
 from ms_varlen.checkpoint.same_data import check_data
 from ms_varlen.checkpoint.store import load_checkpoint, read_manifest
 from ms_varlen.data.store.store import Progress
-from ms_varlen.diagnose.align_sides import Side, dense_side, other_side, parts_of_other
-from ms_varlen.diagnose.bisection import bisect
+from ms_varlen.diagnose.align.bisection import bisect
+from ms_varlen.diagnose.align.sides import Side, dense_side, other_side, parts_of_other
 from ms_varlen.errors import RecipeError
 from ms_varlen.ops.compressed_mask import check_compressed_mask
 from ms_varlen.planning.epoch_plan import PlanState

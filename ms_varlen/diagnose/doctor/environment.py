@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 
-from ms_varlen.diagnose.findings import GREEN, RED, YELLOW, Check
+from ms_varlen.diagnose.doctor.findings import GREEN, RED, YELLOW, Check
 
 TOGETHER = {"1.9": ("2.9", "9.0.0"), "1.8": ("2.7.2", "8.5.0"), "1.7": ("2.7.1", "8.3.RC1")}
 """MindFormers -> the MindSpore and the CANN that belong to it."""

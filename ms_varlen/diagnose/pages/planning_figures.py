@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter, StrMethodFormatter
 
-from ms_varlen.diagnose.figures import BLUE, GREY, ORANGE, PALE_BLUE, SIZE, STYLE, length_figure
+from ms_varlen.diagnose.pages.figures import BLUE, GREY, ORANGE, PALE_BLUE, SIZE, STYLE, length_figure
 
 MOST_BINS = 64
 THOUSANDS = StrMethodFormatter("{x:,.0f}")

@@ -11,7 +11,7 @@ import numpy as np
 
 from ms_varlen.batches.dataset import Columns, MicroBatches
 from ms_varlen.batches.layout import IGNORE_INDEX
-from ms_varlen.diagnose.findings import GREEN, RED, Check
+from ms_varlen.diagnose.doctor.findings import GREEN, RED, Check
 from ms_varlen.train.device import set_up_device
 from ms_varlen.train.graphs import TrainingGraphs, compile_graphs
 from ms_varlen.workload.workload import Workload

@@ -4,7 +4,7 @@ So contenders take turns step by step while each keeps its own libraries, thread
 are here: `Worker` starts a process and asks it, `serve` answers inside it. One JSON object a line goes each way; the
 worker's other output goes to its log file. Imports no MindSpore.
 
-    python -m ms_varlen.diagnose.bench_process ms_varlen.diagnose.bench_worker
+    python -m ms_varlen.diagnose.bench.process ms_varlen.diagnose.bench.worker
 """
 
 import contextlib
@@ -44,7 +44,7 @@ class Worker:
         self._log = log
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "ms_varlen.diagnose.bench_process", module],
+                [sys.executable, "-m", "ms_varlen.diagnose.bench.process", module],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,

@@ -55,7 +55,7 @@ class Contender:
     """
 
     label: str
-    module: str = "ms_varlen.diagnose.bench_worker"
+    module: str = "ms_varlen.diagnose.bench.worker"
     variant: str = ""
     needs: tuple[str, ...] = ()
     install: str = ""
@@ -91,11 +91,11 @@ EQUAL = "varlen_equal"
 def _torch(label: str, variant: str) -> Contender:
     install = "pip install torch==2.13.0 transformers==4.57.1"
     needs = ("torch", "transformers")
-    return Contender(label, "ms_varlen.diagnose.bench_torch", variant, needs, install, group="torch")
+    return Contender(label, "ms_varlen.diagnose.bench.torch_peer", variant, needs, install, group="torch")
 
 
 def _mindformers(label: str, variant: str, steps: int | None = None) -> Contender:
-    install, module = "pip install mindformers==1.9.0", "ms_varlen.diagnose.bench_mindformers"
+    install, module = "pip install mindformers==1.9.0", "ms_varlen.diagnose.bench.mindformers_peer"
     # Each takes about 10 GB.
     group = f"mindformers_{variant}"
     return Contender(label, module, variant, ("mindformers",), install, steps=steps, group=group)

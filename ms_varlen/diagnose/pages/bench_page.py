@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
 from ms_varlen.checkpoint.store import write_atomically
-from ms_varlen.diagnose.bench_contenders import MAIN
-from ms_varlen.diagnose.figures import BLUE, GREY, ORANGE, PALE_BLUE, RED, STYLE, svg_data
-from ms_varlen.diagnose.report import render
+from ms_varlen.diagnose.bench.contenders import MAIN
+from ms_varlen.diagnose.pages.figures import BLUE, GREY, ORANGE, PALE_BLUE, RED, STYLE, svg_data
+from ms_varlen.diagnose.pages.run_page import render
 
 DASH = "–"
 BASELINES = {"padded": "seq_length", "padded_batch": "batch max"}

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from ms_varlen.diagnose.lint import lint_batch
-from ms_varlen.diagnose.lint_columns import Finding
+from ms_varlen.diagnose.lint.columns import Finding
+from ms_varlen.diagnose.lint.lint import lint_batch
 from ms_varlen.errors import DataError
 
 Reader = Callable[[], Mapping[str, np.ndarray]]

@@ -36,14 +36,14 @@ from mindformers.models.llama import LlamaConfig, LlamaForCausalLM  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 
 from ms_varlen.batches.layout import IGNORE_INDEX  # noqa: E402
-from ms_varlen.diagnose.bench_contenders import (  # noqa: E402
+from ms_varlen.diagnose.bench.contenders import (  # noqa: E402
     Sample,
     bench_workload,
     num_targets,
     samples_of,
     step_parts,
 )
-from ms_varlen.diagnose.bench_process import Answer, Reply, peak_rss_mb  # noqa: E402
+from ms_varlen.diagnose.bench.process import Answer, Reply, peak_rss_mb  # noqa: E402
 from ms_varlen.errors import RecipeError  # noqa: E402
 from ms_varlen.graph.shapes import round_up  # noqa: E402
 from ms_varlen.models.config import DecoderConfig  # noqa: E402

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from ms_varlen.data.store.store import Progress, TokenStore, prepare_store
+from ms_varlen.diagnose.advise.advice import Pair, Situation, advise, choose_pair
 from ms_varlen.errors import DataError, RecipeError
 from ms_varlen.graph.shapes import round_up
 from ms_varlen.ops.kernel_build import COMPILERS
-from ms_varlen.planning.advice import Pair, Situation, advise, choose_pair
 from ms_varlen.planning.buckets import batch_maximum_counts
 from ms_varlen.planning.cost import CostModel
 from ms_varlen.planning.statistics import cut_at, length_cumulative, length_histogram, length_statistics

@@ -14,8 +14,8 @@ import numpy as np
 
 from ms_varlen.batches.dataset import MicroBatches
 from ms_varlen.data.store.store import Progress
-from ms_varlen.diagnose.doctor import COARSE
-from ms_varlen.diagnose.findings import GREEN, YELLOW, Check, worst
+from ms_varlen.diagnose.doctor.doctor import COARSE
+from ms_varlen.diagnose.doctor.findings import GREEN, YELLOW, Check, worst
 from ms_varlen.graph.shapes import TokenShapes
 from ms_varlen.planning.cost import CostModel
 from ms_varlen.recipe.recipe import Recipe

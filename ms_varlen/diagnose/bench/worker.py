@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from ms_varlen.batches.dataset import Columns, MicroBatches, MicroBatchLoader
 from ms_varlen.batches.layout import IGNORE_INDEX
-from ms_varlen.diagnose.bench_contenders import (
+from ms_varlen.diagnose.bench.contenders import (
     EQUAL,
     MAIN,
     RATE,
@@ -23,7 +23,7 @@ from ms_varlen.diagnose.bench_contenders import (
     middle_step,
     step_parts,
 )
-from ms_varlen.diagnose.bench_process import Answer, Reply, peak_rss_mb
+from ms_varlen.diagnose.bench.process import Answer, Reply, peak_rss_mb
 from ms_varlen.graph.shapes import TokenShapes
 from ms_varlen.lengths import SeqLens
 from ms_varlen.ops.body import body_in_use

@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ms_varlen.diagnose.bench_contenders import MAIN
-from ms_varlen.diagnose.bench_process import Reply, WorkerError
+from ms_varlen.diagnose.bench.contenders import MAIN
+from ms_varlen.diagnose.bench.process import Reply, WorkerError
 
 START_SECONDS = 600
 # In a folder of its own: Python looks for modules beside the script first, and here some have names of its library's.
 SCRIPT = """\
 import pathlib
-from ms_varlen.diagnose.bench_ranks import run_rank
+from ms_varlen.diagnose.bench.ranks import run_rank
 run_rank(pathlib.Path(__file__).parent)
 """
 
@@ -78,7 +78,7 @@ def _free_port() -> int:
 
 def run_rank(folder: Path) -> None:
     """One rank: compile, train two steps, and write down what it took."""
-    from ms_varlen.diagnose.bench_worker import OwnContender
+    from ms_varlen.diagnose.bench.worker import OwnContender
     from ms_varlen.ranks.join import join_ranks
     from ms_varlen.recipe.recipe import parse_recipe
     from ms_varlen.train.device import set_up_device

@@ -18,9 +18,9 @@ from ms_varlen.batches.dataset import Columns, MicroBatches
 from ms_varlen.batches.layout import IGNORE_INDEX, Layout
 from ms_varlen.batches.samples import ArraySamples
 from ms_varlen.catalogue import explain
-from ms_varlen.diagnose.attention_faults import name_attention_fault
-from ms_varlen.diagnose.lint import lint_batch
-from ms_varlen.diagnose.lint_columns import Finding
+from ms_varlen.diagnose.align.attention_faults import name_attention_fault
+from ms_varlen.diagnose.lint.columns import Finding
+from ms_varlen.diagnose.lint.lint import lint_batch
 from ms_varlen.errors import VarlenError
 from ms_varlen.graph.shapes import TokenShapes, round_up
 from ms_varlen.lengths import SeqLens

@@ -1,0 +1,1 @@
+"""What to choose for a corpus and a model, with the numbers behind it."""

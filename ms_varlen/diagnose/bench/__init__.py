@@ -1,0 +1,1 @@
+"""Measure contenders against each other, step by step, in one run."""

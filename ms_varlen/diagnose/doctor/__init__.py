@@ -1,0 +1,1 @@
+"""Check environment, recipe, data, plan and checkpoints of a run, and explain each fault."""

@@ -1,0 +1,1 @@
+"""Find contradictions in the batches of any loader."""
