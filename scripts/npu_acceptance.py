@@ -247,7 +247,7 @@ def trained(folder: Path, name: str, kind: str, rank: int = 0) -> dict[str, Any]
     """A run of four steps of a small recipe in a process of its own: its summary, with all losses."""
     recipe = folder / f"{name}.yaml"
     recipe.write_text(RECIPE.format(folder=folder, name=name, kind=kind))
-    command = [sys.executable, "-m", "ms_varlen.cli", "train", str(recipe), "--json"]
+    command = [sys.executable, "-m", "ms_varlen.cli.app", "train", str(recipe), "--json"]
     environment = {**os.environ, "RANK_ID": str(rank)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -19,7 +19,7 @@ def follow_msrun() -> None:
 if __name__ == "__main__":
     follow_msrun()  # before the imports, which take seconds
 
-    from ms_varlen.cli import main
+    from ms_varlen.cli.app import main
 
     status = main(["train", *sys.argv[1:]])
     if "MS_ROLE" in os.environ:

@@ -246,7 +246,7 @@ def main():
     # Set as `main` of the program does, before MindSpore is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     os.environ.setdefault("GLOG_v", "3")
-    from ms_varlen import cli
+    from ms_varlen.cli import app as cli
     from ms_varlen.diagnose import align, report  # noqa: F401 (imported for the children)
     from ms_varlen.train import run  # noqa: F401
 

@@ -327,7 +327,7 @@ def elastic(folder, rank):
 
     def alone():
         if rank == 0:
-            command = [sys.executable, "-m", "ms_varlen.cli", "train", str(recipe), "--json"]
+            command = [sys.executable, "-m", "ms_varlen.cli.app", "train", str(recipe), "--json"]
             done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
             found.append({"log": done.stderr})
 

@@ -234,7 +234,7 @@ def test_groups_share_nothing_but_the_main_contender(monkeypatch):
 def test_help_names_every_mode_and_gives_an_example(monkeypatch):
     from typer.testing import CliRunner
 
-    from ms_varlen.cli import app
+    from ms_varlen.cli.app import app
 
     monkeypatch.setenv("COLUMNS", "300")
     shown = CliRunner().invoke(app, ["bench", "--help"]).output
@@ -545,7 +545,7 @@ def test_bench_command_runs_contenders_in_processes(values, tmp_path):
     changed = {**values, "graph": {"compile_cache": "off"}, "checkpoint": {"output_dir": str(tmp_path / "output")}}
     path = tmp_path / "recipe.yaml"
     path.write_text(json.dumps(changed))
-    command = [sys.executable, "-m", "ms_varlen.cli", "bench", str(path), "--modes", "varlen_range,padded"]
+    command = [sys.executable, "-m", "ms_varlen.cli.app", "bench", str(path), "--modes", "varlen_range,padded"]
     options = ["--steps", "2", "--warmup", "1", "--ranks", "1", "--json"]
     done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

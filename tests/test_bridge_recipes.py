@@ -104,7 +104,7 @@ for module in pkgutil.walk_packages(ms_varlen.__path__, "ms_varlen."):
     except ms_varlen.errors.VarlenError as error:
         failed.append((module.name, str(error)))
 from ms_varlen.bridge.run import main
-from ms_varlen.cli import main as command
+from ms_varlen.cli.app import main as command
 status = command(["mindformers-recipe", "recipes/packed.yaml", "--family", "llama", "--output", sys.argv[2]])
 print([failed, status, main([sys.argv[1]])])
 """

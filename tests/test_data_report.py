@@ -11,7 +11,7 @@ from ms_varlen.diagnose.pages.data_page import data_report, data_tables, example
 # The program in a process of its own, which must not load MindSpore.
 WITHOUT_MINDSPORE = """
 import sys
-from ms_varlen import cli
+from ms_varlen.cli import app as cli
 status = cli.main(sys.argv[1:])
 sys.exit("MindSpore was imported" if "mindspore" in sys.modules else status)
 """

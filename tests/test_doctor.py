@@ -111,7 +111,7 @@ def test_an_output_folder_that_cannot_be_made_is_red(recipe):
 
 
 def test_a_page_that_cannot_be_written_is_refused_before_the_steps(recipe, tmp_path, capfd):
-    from ms_varlen.cli import main
+    from ms_varlen.cli.app import main
 
     page = str(recipe.parent / "corpus.jsonl" / "page.html")
     arguments = ["align", str(recipe), f"checkpoint.output_dir={tmp_path}", "--steps", "1", "--report", page]

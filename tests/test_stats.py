@@ -22,7 +22,7 @@ LENGTHS = [5, 40, 7, 64, 65, 130, 20, 300, 12, 9]  # tokens of documents, end-of
 # The program in a process of its own, which must not load MindSpore.
 WITHOUT_MINDSPORE = """
 import sys
-from ms_varlen import cli
+from ms_varlen.cli import app as cli
 status = cli.main(sys.argv[1:])
 sys.exit("MindSpore was imported" if "mindspore" in sys.modules else status)
 """

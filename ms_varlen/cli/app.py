@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from ms_varlen import cli_checks
+from ms_varlen.cli import checks as cli_checks
 from ms_varlen.console import (
     Json,
     Overrides,

@@ -1,0 +1,1 @@
+"""`ms-varlen`: one file a command."""
