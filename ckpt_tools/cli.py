@@ -70,8 +70,8 @@ def inspect_command(
     as_json: Json = False,
 ) -> None:
     """Show what a checkpoint is, what it holds, and what is missing or altered; exit status 1 when something is."""
-    from ckpt_tools.anything import ReadingHints
-    from ckpt_tools.inspection import inspect
+    from ckpt_tools.inspect import inspect
+    from ckpt_tools.open_any import ReadingHints
 
     with _bar("checking") as tell:
         result = inspect(path, ReadingHints(config, qkv, mlp, strategy), tell)
@@ -127,7 +127,7 @@ def verify_command(
     as_json: Json = False,
 ) -> None:
     """Compare two checkpoints, parameter by parameter; exit status 1 when a value differs or a loss by over 2e-5."""
-    from ckpt_tools.anything import ReadingHints
+    from ckpt_tools.open_any import ReadingHints
     from ckpt_tools.verify import verify
     from ms_varlen.recipe.recipe import load_recipe
 
@@ -153,8 +153,8 @@ def verify_command(
 @app.command("import-hf")
 def import_hf_command(source: Source, destination: Destination, as_json: Json = False) -> None:
     """Make a checkpoint of ours from a Hugging Face folder, which `model.init_from` takes as well, or a GGUF file."""
-    from ckpt_tools.anything import open_weights
     from ckpt_tools.imports import import_weights
+    from ckpt_tools.open_any import open_weights
 
     with _bar("writing") as tell:
         result = import_weights(open_weights(source), destination, tell)
@@ -180,8 +180,8 @@ def export_hf_command(
     as_json: Json = False,
 ) -> None:
     """Make a folder that transformers loads, from a checkpoint of any kind."""
-    from ckpt_tools.anything import ReadingHints, open_weights, positions_of, stored_dtype, tokenizer_of
-    from ckpt_tools.hugging_face import DTYPES, export_hugging_face, size_in_bytes
+    from ckpt_tools.huggingface import DTYPES, export_hugging_face, size_in_bytes
+    from ckpt_tools.open_any import ReadingHints, open_weights, positions_of, stored_dtype, tokenizer_of
 
     most = size_in_bytes(max_shard_size)
     weights = open_weights(source, ReadingHints(config, qkv, mlp, strategy))
@@ -206,7 +206,7 @@ def import_gguf_command(
     as_json: Json = False,
 ) -> None:
     """Make a Hugging Face folder from a GGUF file: fp32 weights, config.json and the tokenizer."""
-    from ckpt_tools.gguf_import import import_gguf
+    from ckpt_tools.gguf import import_gguf
 
     with _bar("writing") as tell:
         result = import_gguf(source, destination, tokenizer, tell)
@@ -225,7 +225,7 @@ def import_mindformers_command(
 ) -> None:
     """Make a checkpoint of ours from one of MindFormers: weights, and moments where it has them."""
     from ckpt_tools.imports import import_weights
-    from ckpt_tools.mindformers import open_mindformers
+    from ckpt_tools.mindformers.checkpoints import open_mindformers
 
     with _bar("writing") as tell:
         weights = open_mindformers(source, config, qkv, mlp, strategy)
@@ -250,8 +250,8 @@ def export_mindformers_command(
     as_json: Json = False,
 ) -> None:
     """Make a checkpoint that MindFormers loads, from one of ours or a Hugging Face folder, moments included."""
-    from ckpt_tools.anything import open_weights, positions_of
-    from ckpt_tools.mindformers import export_mindformers
+    from ckpt_tools.mindformers.checkpoints import export_mindformers
+    from ckpt_tools.open_any import open_weights, positions_of
 
     weights = open_weights(source)
     with _bar("writing") as tell:

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from ckpt_tools.new_folder import new_folder
-from ckpt_tools.ours import IMPORTED, StepFolder, open_step, tree_of, write_step
+from ckpt_tools.step_folder import IMPORTED, StepFolder, open_step, tree_of, write_step
 from ckpt_tools.tensors import running_total
 from ms_varlen.checkpoint.resume import RECIPE_FILE
 from ms_varlen.checkpoint.run_folder import METRICS_FILE, lines_up_to, run_folders

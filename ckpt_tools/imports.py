@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.new_folder import new_folder
-from ckpt_tools.ours import CARRIED_FOLDER, IMPORTED, write_step
+from ckpt_tools.step_folder import CARRIED_FOLDER, IMPORTED, write_step
 from ckpt_tools.tensors import running_total
 from ckpt_tools.weights import Weights
 from ms_varlen.models.hugging_face import CONFIG_FILE

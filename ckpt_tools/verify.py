@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ckpt_tools.anything import ReadingHints, open_weights
-from ckpt_tools.ours import IMPORTED, open_step
+from ckpt_tools.open_any import ReadingHints, open_weights
+from ckpt_tools.step_folder import IMPORTED, open_step
 from ckpt_tools.tensors import FLOATS, PIECE_BYTES, StoredTensor, cast
 from ckpt_tools.weights import Weights
 from ms_varlen.errors import CheckpointError

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ckpt_tools.ours import CARRIED_FOLDER, StepFolder, tree_of
 from ckpt_tools.parameters import check_parameters, moment_shapes, without_buffers
+from ckpt_tools.step_folder import CARRIED_FOLDER, StepFolder, tree_of
 from ckpt_tools.tensors import StoredTensor, from_array, read_safetensors
 from ms_varlen.checkpoint.store import APPLIED_STEPS
 from ms_varlen.checkpoint.tensors import INDEX_FILE, SINGLE_FILE, weight_files

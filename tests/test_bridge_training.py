@@ -12,8 +12,8 @@ import pytest
 import yaml
 from safetensors.numpy import save_file
 
-from ckpt_tools.anything import open_weights
-from ckpt_tools.mindformers import export_mindformers
+from ckpt_tools.mindformers.checkpoints import export_mindformers
+from ckpt_tools.open_any import open_weights
 from ms_varlen.bridge.config import MONITOR_TYPE
 from ms_varlen.bridge.feed import open_feed
 from ms_varlen.bridge.recipes import Devices, mindformers_config

@@ -7,7 +7,7 @@ from ckpt_made import FAMILIES, hugging_face_folder, run, saved_step, tensors
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.hugging_face import size_in_bytes
+from ckpt_tools.huggingface import size_in_bytes
 from ckpt_tools.tensors import cast, from_array
 from ms_varlen.errors import CheckpointError
 

@@ -10,8 +10,8 @@ from ckpt_made import FAMILIES, TINY, hugging_face_folder, numbers, random_array
 from safetensors.numpy import save_file
 
 from ckpt_tools.cli import main
-from ckpt_tools.mindformers_config import read_config
-from ckpt_tools.mindformers_names import WeightLayout, check_expressible, from_mindformers, to_mindformers
+from ckpt_tools.mindformers.config import read_config
+from ckpt_tools.mindformers.names import WeightLayout, check_expressible, from_mindformers, to_mindformers
 from ckpt_tools.tensors import from_array
 from ms_varlen.errors import CheckpointError
 from ms_varlen.models.config import DecoderConfig
@@ -180,7 +180,7 @@ def our_logits(step, ids):
     from mindspore import Tensor
     from test_decoder import block_mask, dense_attend
 
-    from ckpt_tools.ours import open_step
+    from ckpt_tools.step_folder import open_step
     from ms_varlen.lengths import SeqLens
     from ms_varlen.models.decoder import CausalLM
 

@@ -6,7 +6,7 @@ import pytest
 from ckpt_made import numbers, random_arrays, run, saved_step
 from safetensors.numpy import save_file
 
-from ckpt_tools.shards import merged_tensors, read_file
+from ckpt_tools.mindformers.shards import merged_tensors, read_file
 from ms_varlen.errors import CheckpointError
 
 

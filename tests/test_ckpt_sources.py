@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from ckpt_tools.cli import main
-from ckpt_tools.shards import merged_tensors
+from ckpt_tools.mindformers.shards import merged_tensors
 from ckpt_tools.tensors import read_safetensors
 from ms_varlen.checkpoint.store import CorruptCheckpointError
 from ms_varlen.errors import CheckpointError

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from ckpt_tools import tensors as tensors_module
-from ckpt_tools.ours import open_step
+from ckpt_tools.step_folder import open_step
 from ckpt_tools.tensors import StoredTensor, cast, from_array, read_safetensors, write_safetensors
 from ckpt_tools.verify import _max_abs_diff
 from ms_varlen.checkpoint.store import load_checkpoint

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from ckpt_tools.gguf_import import gguf_tokenizer, import_gguf, open_gguf
+from ckpt_tools.gguf import gguf_tokenizer, import_gguf, open_gguf
 from ms_varlen.checkpoint.initial_weights import InitialWeights
 from ms_varlen.errors import CheckpointError
 from ms_varlen.models.config import DecoderConfig

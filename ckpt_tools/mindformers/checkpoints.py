@@ -15,8 +15,8 @@ from typing import Any, Literal
 import numpy as np
 import yaml
 
-from ckpt_tools.mindformers_config import default_class, mindformers_section, read_config
-from ckpt_tools.mindformers_names import (
+from ckpt_tools.mindformers.config import default_class, mindformers_section, read_config
+from ckpt_tools.mindformers.names import (
     ModelClass,
     RowLayout,
     WeightLayout,
@@ -26,9 +26,9 @@ from ckpt_tools.mindformers_names import (
     model_class_of,
     to_mindformers,
 )
+from ckpt_tools.mindformers.shards import merged_tensors
 from ckpt_tools.new_folder import new_folder
 from ckpt_tools.parameters import MOMENTS
-from ckpt_tools.shards import merged_tensors
 from ckpt_tools.tensors import StoredTensor, cast, from_array, running_total, write_safetensors
 from ckpt_tools.weights import EMBEDDING, Weights, checked
 from ms_varlen.checkpoint.store import APPLIED_STEPS

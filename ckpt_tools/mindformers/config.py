@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from ckpt_tools.mindformers_names import ModelClass, WeightLayout
+from ckpt_tools.mindformers.names import ModelClass, WeightLayout
 from ms_varlen.bridge.model_sections import LLAMA_NAMES, QWEN3_NAMES, llama_decoder, qwen3_decoder
 from ms_varlen.errors import CheckpointError
 from ms_varlen.faults import field_faults

@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.anything import ReadingHints, kind_of
-from ckpt_tools.gguf_import import open_gguf, stored_types
-from ckpt_tools.mindformers import GLOBAL_STEP, config_beside, no_names_of_mindformers, parts_of, weights_of
-from ckpt_tools.mindformers_names import is_fused, model_class_of
-from ckpt_tools.ours import IMPORTED, StepFolder, newest_step, open_step, verified_manifest
-from ckpt_tools.shards import merged_tensors
+from ckpt_tools.gguf import open_gguf, stored_types
+from ckpt_tools.mindformers.checkpoints import GLOBAL_STEP, config_beside, no_names_of_mindformers, parts_of, weights_of
+from ckpt_tools.mindformers.names import is_fused, model_class_of
+from ckpt_tools.mindformers.shards import merged_tensors
+from ckpt_tools.open_any import ReadingHints, kind_of
+from ckpt_tools.step_folder import IMPORTED, StepFolder, newest_step, open_step, verified_manifest
 from ckpt_tools.tensors import StoredTensor
 from ckpt_tools.weights import EMBEDDING, hugging_face_tensors, open_hugging_face
 from ms_varlen.checkpoint.store import MODEL_FILE, CorruptCheckpointError

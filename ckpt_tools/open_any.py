@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 import yaml
 
-from ckpt_tools.gguf_import import open_gguf
-from ckpt_tools.mindformers import open_mindformers
-from ckpt_tools.mindformers_config import read_config
-from ckpt_tools.mindformers_names import RowLayout, model_class_of
-from ckpt_tools.ours import open_step
-from ckpt_tools.shards import TRACKER, read_file
+from ckpt_tools.gguf import open_gguf
+from ckpt_tools.mindformers.checkpoints import open_mindformers
+from ckpt_tools.mindformers.config import read_config
+from ckpt_tools.mindformers.names import RowLayout, model_class_of
+from ckpt_tools.mindformers.shards import TRACKER, read_file
+from ckpt_tools.step_folder import open_step
 from ckpt_tools.tensors import StoredTensor
 from ckpt_tools.weights import Weights, checked, is_hugging_face, of_step, open_hugging_face
 from ms_varlen.checkpoint.resume import RECIPE_FILE

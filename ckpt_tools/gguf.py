@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import ValidationError
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from ckpt_tools.hugging_face import export_hugging_face
+from ckpt_tools.huggingface import export_hugging_face
 from ckpt_tools.tensors import StoredTensor
 from ckpt_tools.weights import Weights, checked
 from ms_varlen.errors import CheckpointError

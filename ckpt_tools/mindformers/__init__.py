@@ -1,0 +1,1 @@
+"""Checkpoints of MindFormers: folders, names, model sections."""
