@@ -38,6 +38,8 @@ from ms_varlen.ops import ascend_attention
 from ms_varlen.ops.attention import attention_columns, attention_inputs, declared_columns, varlen_attention
 from ms_varlen.ops.body import body_in_use, use_body
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the emulator is in tests.support
+
 CHECK_SECONDS = 900
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 BF16_TOLERANCE = 2e-2  # bfloat16 keeps 8 bits
@@ -100,7 +102,7 @@ def expected(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> np.ndarray:
 @contextlib.contextmanager
 def ascend_body() -> Iterator[None]:
     """`varlen_attention` by FlashAttentionScore, or by its emulator where there is no card."""
-    from ms_varlen.testing.flash_attention import flash_attention_score
+    from tests.support.flash_attention import flash_attention_score
 
     use_body("ascend")
     emulated = mock.patch.object(ascend_attention.ops, "flash_attention_score", flash_attention_score)

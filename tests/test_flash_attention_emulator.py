@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, ops
 
-from ms_varlen.testing.flash_attention import flash_attention_score
+from tests.support.flash_attention import flash_attention_score
 
 # float16 keeps 11 bits: outputs of size about 1 are rounded by up to 5e-4.
 HALF = {"rtol": 1e-3, "atol": 1e-3}

@@ -1,7 +1,6 @@
 """What an epoch of a plan computes, from the lengths alone: padding, mixing of lengths, balance over ranks.
 
-`ms-varlen plan` shows these numbers. 100 million samples take about 5 GB; see `scripts/bench_planning.py`. Imports no
-MindSpore.
+`ms-varlen plan` shows these numbers. 100 million samples take about 5 GB; see `scripts/measure/bench_planning.py`.
 """
 
 import dataclasses

@@ -285,7 +285,7 @@ def _floats(values: Iterable[float | None]) -> np.ndarray:
 def render(template: str, **values: Any) -> str:
     """A page from one of the templates beside this module; text is escaped."""
     environment = Environment(
-        loader=PackageLoader("ms_varlen.diagnose"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+        loader=PackageLoader("ms_varlen.diagnose.pages"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     environment.filters |= {"shown": _shown, "small": lambda value: "–" if value is None else f"{value:.2e}"}
     return environment.get_template(template).render(values)
