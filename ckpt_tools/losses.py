@@ -8,7 +8,7 @@ import numpy as np
 from ckpt_tools.weights import Weights
 from ms_varlen.batches.dataset import MicroBatches
 from ms_varlen.batches.layout import IGNORE_INDEX
-from ms_varlen.planning.epoch_plan import EpochPlan
+from ms_varlen.planning.plan import EpochPlan
 from ms_varlen.train.device import set_up_device
 from ms_varlen.train.graphs import TrainingGraphs
 from ms_varlen.workload.translation import variant

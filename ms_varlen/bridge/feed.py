@@ -27,7 +27,7 @@ from ms_varlen.bridge.config import LoaderConfig, check_columns, dynamic_length,
 from ms_varlen.errors import LengthsError
 from ms_varlen.planning.balance import imbalance
 from ms_varlen.planning.cost import CostModel
-from ms_varlen.planning.epoch_plan import EpochPlan, PlanState
+from ms_varlen.planning.plan import EpochPlan, PlanState
 from ms_varlen.workload.summary import micro_batch_flops
 from ms_varlen.workload.workload import Workload, prepare, prepare_on
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ms_varlen.checkpoint.same_data import check_data
 from ms_varlen.errors import CheckpointError
-from ms_varlen.planning.epoch_plan import EpochPlans, PlanSettings, PlanState
+from ms_varlen.planning.plan import EpochPlans, PlanSettings, PlanState
 
 PLAN_FILE = "plan.json"
 METRICS_FILE = "metrics.jsonl"

@@ -18,7 +18,7 @@ import numpy as np
 
 from ms_varlen.batches.layout import IGNORE_INDEX, Layout
 from ms_varlen.errors import RanksError, VarlenError
-from ms_varlen.planning.epoch_plan import EpochPlan, PlanState
+from ms_varlen.planning.plan import EpochPlan, PlanState
 from ms_varlen.ranks.exchange import Exchange
 
 MOST_LENGTHS = 1 << 16

@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 
 from ms_varlen.errors import DataError
-from ms_varlen.planning.epoch_plan import PlanArrays, SharePlan
+from ms_varlen.planning.plan import PlanArrays, SharePlan
 
 _NAME = "ms_varlen-plans-{user}-{launcher}"
 _IN_USE = "in_use.lock"

@@ -9,7 +9,7 @@ import numpy as np
 
 from ms_varlen.checkpoint.store import write_atomically
 from ms_varlen.errors import VarlenError
-from ms_varlen.planning.epoch_plan import EpochPlan
+from ms_varlen.planning.plan import EpochPlan
 from ms_varlen.ranks.agreement import StepLengths, StepPlace
 from ms_varlen.workload.workload import Workload
 

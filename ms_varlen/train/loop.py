@@ -25,7 +25,7 @@ from ms_varlen.batches.layout import IGNORE_INDEX
 from ms_varlen.checkpoint.run_folder import Run
 from ms_varlen.checkpoint.store import Checkpoint, save_checkpoint
 from ms_varlen.errors import CheckpointError, VarlenError
-from ms_varlen.planning.epoch_plan import EpochPlan, EpochPlans, PlanState
+from ms_varlen.planning.plan import EpochPlan, EpochPlans, PlanState
 from ms_varlen.ranks.agreement import StepCounts, StepLengths, StepPlace, StepReports
 from ms_varlen.ranks.drift import check_replicas
 from ms_varlen.ranks.exchange import Exchange

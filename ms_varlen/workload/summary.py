@@ -10,7 +10,7 @@ import numpy as np
 from ms_varlen.batches.layout import Layout
 from ms_varlen.planning.balance import imbalance
 from ms_varlen.planning.cost import CostModel
-from ms_varlen.planning.epoch_plan import EpochPlan, EpochPlans, PlanSettings
+from ms_varlen.planning.plan import EpochPlan, EpochPlans, PlanSettings
 from ms_varlen.planning.windows import batch_overhead, length_mixing
 
 MOST_SAMPLES = 1_000_000

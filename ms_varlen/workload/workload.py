@@ -13,8 +13,8 @@ from ms_varlen.graph.shapes import TokenShapes, round_up
 from ms_varlen.models.config import DecoderConfig
 from ms_varlen.planning.buckets import auto_boundaries, batch_maximum_counts, length_counts
 from ms_varlen.planning.cost import TOKENS, CostModel
-from ms_varlen.planning.epoch_plan import EpochPlan, EpochPlans, PlanSettings, PlanState, SharePlan
 from ms_varlen.planning.ledger import EpochLedger
+from ms_varlen.planning.plan import EpochPlan, EpochPlans, PlanSettings, PlanState, SharePlan
 from ms_varlen.planning.statistics import length_histogram, length_statistics
 from ms_varlen.planning.windows import bucket_rows, divisor_boundaries
 from ms_varlen.recipe.recipe import Recipe

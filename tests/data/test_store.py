@@ -29,7 +29,7 @@ from ms_varlen.data.tokens.cleaning import Ledger, held_out
 from ms_varlen.data.tokens.records import Record, RecordEncoder
 from ms_varlen.data.tokens.tokenizers import ByteTokenizer
 from ms_varlen.errors import DataError
-from ms_varlen.planning.epoch_plan import EpochPlan, PlanSettings
+from ms_varlen.planning.plan import EpochPlan, PlanSettings
 
 HELD_OUT = "text 22"  # its hash lies in the lowest 2 %
 TEXTS = ["abcdefghijk", "", "xyz", HELD_OUT, "q", "abcdefgh"]

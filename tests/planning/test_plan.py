@@ -11,7 +11,7 @@ from ms_varlen import CheckpointError, DataError, LengthsError
 from ms_varlen.batches.layout import Layout, lay_out
 from ms_varlen.graph.shapes import TokenShapes
 from ms_varlen.planning.batching import row_offsets, token_budget_offsets
-from ms_varlen.planning.epoch_plan import EpochPlan, EpochPlans, PlanSettings, PlanState
+from ms_varlen.planning.plan import EpochPlan, EpochPlans, PlanSettings, PlanState
 
 
 def plan_settings(**changes):

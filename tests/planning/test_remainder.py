@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ms_varlen.errors import CheckpointError, DataError
-from ms_varlen.planning.epoch_plan import EpochPlan, PlanSettings
+from ms_varlen.planning.plan import EpochPlan, PlanSettings
 from ms_varlen.planning.remainder import TrainedSet, original_ids
 
 ROWS = PlanSettings(policy="rows", size=1, max_segments=64, micro_batches=1, seed=0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ms_varlen.errors import DataError, RanksError
-from ms_varlen.planning.epoch_plan import PlanState
+from ms_varlen.planning.plan import PlanState
 from ms_varlen.ranks import agreement as step_reports
 from ms_varlen.ranks.agreement import StepCounts, StepLengths, StepPlace, StepReports
 from ms_varlen.ranks.exchange import Exchange, Meeting, connect

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from safetensors.numpy import load_file
 
-from ms_varlen.planning.epoch_plan import EpochPlan
+from ms_varlen.planning.plan import EpochPlan
 from ms_varlen.recipe.recipe import parse_recipe
 from ms_varlen.train.loop import ids_hash
 from ms_varlen.workload.workload import prepare

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ms_varlen.errors import DataError
-from ms_varlen.planning.epoch_plan import EpochPlans, PlanSettings
+from ms_varlen.planning.plan import EpochPlans, PlanSettings
 from ms_varlen.ranks.shared_plans import plans_of_node
 
 SETTINGS = PlanSettings("token_budget", size=64, max_segments=8, micro_batches=1, seed=0, world_size=2)

@@ -19,7 +19,7 @@ from ms_varlen.errors import VarlenError
 from ms_varlen.ops import ascend_attention
 from ms_varlen.ops.attention import attention_columns, attention_inputs, varlen_attention
 from ms_varlen.ops.body import use_body
-from ms_varlen.planning.epoch_plan import PlanState
+from ms_varlen.planning.plan import PlanState
 from ms_varlen.ranks.agreement import StepLengths, StepPlace, StepReports
 from ms_varlen.ranks.drift import check_replicas
 from ms_varlen.ranks.exchange import Exchange, connect

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from ms_varlen.planning.epoch_plan import EpochPlan
+from ms_varlen.planning.plan import EpochPlan
 from ms_varlen.recipe.recipe import load_recipe
 from ms_varlen.train.loop import ids_hash
 from ms_varlen.workload.workload import prepare

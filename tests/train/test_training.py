@@ -12,7 +12,7 @@ from ms_varlen import DataError
 from ms_varlen.batches.dataset import MicroBatches, MicroBatchLoader
 from ms_varlen.batches.layout import IGNORE_INDEX, lay_out
 from ms_varlen.lengths import SeqLens
-from ms_varlen.planning.epoch_plan import PlanState
+from ms_varlen.planning.plan import PlanState
 from ms_varlen.ranks.agreement import StepLengths, StepPlace, StepReports
 from ms_varlen.ranks.exchange import Exchange
 from ms_varlen.ranks.join import Ranks

@@ -20,7 +20,7 @@ from ms_varlen.diagnose.align.bisection import bisect
 from ms_varlen.diagnose.align.sides import Side, dense_side, other_side, parts_of_other
 from ms_varlen.errors import RecipeError
 from ms_varlen.ops.compressed_mask import check_compressed_mask
-from ms_varlen.planning.epoch_plan import PlanState
+from ms_varlen.planning.plan import PlanState
 from ms_varlen.recipe.recipe import Recipe
 from ms_varlen.train.device import ASCEND, set_up_device
 from ms_varlen.train.graphs import compile_graphs
