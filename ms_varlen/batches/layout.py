@@ -14,12 +14,13 @@ Where only 7 and 8 9 are supervised, labels are . 7 . 9 . . . . since nothing co
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from ms_varlen.errors import DataError, LengthsError
 from ms_varlen.lengths import SeqLens, check_ends, check_lengths
+from ms_varlen.modes import Mode
 from ms_varlen.planning.cost import tail_squares
 
 IGNORE_INDEX = -100
@@ -50,11 +51,14 @@ class Layout:
             longest sample.
     """
 
-    mode: Literal["padded", "bucketed", "packed", "varlen"]
+    mode: Mode
     shapes: Sizes
     seq_length: int
     rows: int = 0
     row_lengths: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mode", Mode(self.mode))
 
     def needed_tokens(self, seq_lens: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         """What each micro-batch of a plan needs of T, before it is rounded up to a declared size.

@@ -9,7 +9,7 @@ import copy
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
@@ -21,6 +21,7 @@ from ms_varlen.faults import Fault, field_faults, key_paths, section_class, unkn
 from ms_varlen.graph.config import GraphConfig, ShapesConfig
 from ms_varlen.models.config import ModelConfig
 from ms_varlen.models.hugging_face import read_hugging_face
+from ms_varlen.modes import Mode, ModeKey
 from ms_varlen.planning.config import BatchConfig
 from ms_varlen.recipe.rules import rule_faults
 from ms_varlen.recipe.sections import DeviceConfig, TrainConfig
@@ -32,8 +33,8 @@ class Recipe(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", title="ms_varlen recipe")
 
-    mode: Literal["padded", "bucketed", "packed", "varlen"] = Field(
-        default="varlen",
+    mode: ModeKey = Field(
+        default=Mode.VARLEN,
         description="padded: a row for each sequence, padded at the right and attended to as a whole (the baseline); "
         "bucketed: rows of similar length, attention counts real tokens; packed: sequences one after another, chosen "
         "so that micro-batches are full; varlen: sequences one after another in shuffled order",

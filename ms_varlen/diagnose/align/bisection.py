@@ -25,6 +25,7 @@ from ms_varlen.errors import VarlenError
 from ms_varlen.graph.shapes import TokenShapes, round_up
 from ms_varlen.lengths import SeqLens
 from ms_varlen.models.decoder import CausalLM, CausalLMLoss
+from ms_varlen.modes import Mode
 from ms_varlen.train.graphs import AttentionPath
 from ms_varlen.workload.workload import Workload
 
@@ -128,7 +129,7 @@ def _rungs(workload: Workload, parts: list[np.ndarray]) -> Iterator[tuple[Batch,
     fixed = max(2, min(FIXED_LENGTH, int(lengths[several].min())))
     row_length = round_up(fixed, divisor)
     shapes = TokenShapes("static", several.size * row_length, several.size * row_length, divisor, 2 * several.size)
-    rows = Layout("padded", shapes, max(row_length, layout.seq_length), rows=several.size, row_lengths=(row_length,))
+    rows = Layout(Mode.PADDED, shapes, max(row_length, layout.seq_length), rows=several.size, row_lengths=(row_length,))
     one = dataclasses.replace(rows, shapes=TokenShapes("static", row_length, row_length, divisor, 2), rows=1)
 
     def cut(chosen: np.ndarray, sizes: list[int]) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
@@ -179,7 +180,7 @@ def _worst_gradient(found: Mapping[str, np.ndarray], expected: Mapping[str, np.n
 def _dense_layout(batch: Batch, divisor: int) -> Layout:
     rows, row_length = len(batch.samples), round_up(max(sample.size for sample in batch.samples), divisor)
     shapes = TokenShapes("static", rows * row_length, rows * row_length, divisor, rows)
-    return Layout("padded", shapes, row_length, rows=rows, row_lengths=(row_length,))
+    return Layout(Mode.PADDED, shapes, row_length, rows=rows, row_lengths=(row_length,))
 
 
 def _run(

@@ -1,7 +1,6 @@
 """The two sides of an alignment: how each lays out the same samples, and what it computes of them."""
 
 import dataclasses
-from typing import Literal
 
 import numpy as np
 
@@ -10,6 +9,7 @@ from ms_varlen.batches.layout import IGNORE_INDEX, Layout
 from ms_varlen.errors import RecipeError
 from ms_varlen.graph.shapes import TokenShapes, round_up
 from ms_varlen.lengths import SeqLens
+from ms_varlen.modes import MODES, Mode
 from ms_varlen.ops.dense_attention import declared_dense_columns, dense_attention, dense_columns
 from ms_varlen.planning.windows import divisor_boundaries
 from ms_varlen.train.graphs import AttentionPath, TrainingGraphs
@@ -21,9 +21,8 @@ DENSE_ROWS = 4
 MOST_SEGMENTS = 128
 """Of a micro-batch on another side than the padded one."""
 
-Mode = Literal["padded", "bucketed", "packed", "varlen"]
 
-AGAINST: tuple[Mode, ...] = ("padded", "bucketed", "packed", "varlen")
+AGAINST = MODES
 
 
 @dataclasses.dataclass
@@ -89,7 +88,7 @@ def dense_side(workload: Workload, target: str) -> tuple[Workload, str, Attentio
         "range", DENSE_ROWS * divisor, DENSE_ROWS * max(longest, 2 * divisor), DENSE_ROWS * divisor, DENSE_ROWS
     )
     row_lengths = tuple(divisor_boundaries(longest, divisor).tolist())
-    layout = Layout("padded", shapes, longest, rows=DENSE_ROWS, row_lengths=row_lengths)
+    layout = Layout(Mode.PADDED, shapes, longest, rows=DENSE_ROWS, row_lengths=row_lengths)
     path = AttentionPath(dense_attention, _row_mask, lambda _: declared_dense_columns(), "dense")
     return dataclasses.replace(workload, shapes=shapes, layout=layout), target, path
 

@@ -19,6 +19,7 @@ from ms_varlen.batches.samples import Samples
 from ms_varlen.data.store.store import Progress
 from ms_varlen.errors import RecipeError
 from ms_varlen.graph.shapes import TokenShapes, round_up
+from ms_varlen.modes import Mode
 from ms_varlen.planning.buckets import bucket_of
 from ms_varlen.planning.cost import CostModel
 from ms_varlen.planning.packing import pack_best_fit
@@ -163,7 +164,7 @@ def contender_workload(name: str, workload: Workload, parts: Parts) -> tuple[Wor
     if name == "bucketed":
         return _bucketed(workload, parts)
     shapes = _varlen_shapes(name, workload, parts)
-    layout = Layout("varlen", shapes, workload.recipe.model.seq_length)
+    layout = Layout(Mode.VARLEN, shapes, workload.recipe.model.seq_length)
     workload = dataclasses.replace(workload, shapes=shapes, layout=layout)
     if name == "varlen_recompile":
         graphs = 1 + sum(len(step) for step in parts)
@@ -178,13 +179,13 @@ def _padded(name: str, workload: Workload, parts: Parts) -> tuple[Workload, Part
     seq_length, divisor = workload.recipe.model.seq_length, workload.recipe.shapes.divisor
     if name == "padded":
         shapes = TokenShapes("static", rows * seq_length, rows * seq_length, rows, rows)
-        layout = Layout("padded", shapes, seq_length, rows=rows, row_lengths=(seq_length,))
+        layout = Layout(Mode.PADDED, shapes, seq_length, rows=rows, row_lengths=(seq_length,))
     else:
         longest = round_up(seq_length, divisor)
         largest = max(longest, 2 * divisor)  # a range must be open
         shapes = TokenShapes("range", rows * divisor, rows * largest, rows * divisor, rows)
         row_lengths = tuple(divisor_boundaries(longest, divisor).tolist())
-        layout = Layout("padded", shapes, longest, rows=rows, row_lengths=row_lengths)
+        layout = Layout(Mode.PADDED, shapes, longest, rows=rows, row_lengths=row_lengths)
     return dataclasses.replace(workload, shapes=shapes, layout=layout), parts
 
 
@@ -194,7 +195,7 @@ def _packed(workload: Workload, parts: Parts) -> tuple[Workload, Parts]:
     parts = [in_packs(np.concatenate(step), lengths, seq_length) for step in parts]
     most = 1 + max(ids.size for step in parts for ids in step)  # and the padded tail
     shapes = TokenShapes("static", seq_length, seq_length, 1, most)
-    return dataclasses.replace(workload, shapes=shapes, layout=Layout("packed", shapes, seq_length)), parts
+    return dataclasses.replace(workload, shapes=shapes, layout=Layout(Mode.PACKED, shapes, seq_length)), parts
 
 
 def in_packs(ids: np.ndarray, lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
@@ -213,7 +214,7 @@ def _bucketed(workload: Workload, parts: Parts) -> tuple[Workload, Parts]:
     parts = [in_buckets(np.concatenate(step), lengths, np.array(chosen)) for step in parts]
     most = max(ids.size for step in parts for ids in step)
     shapes = TokenShapes("range", divisor, max(most * chosen[-1], 2 * divisor), divisor, 2 * most)
-    layout = Layout("bucketed", shapes, chosen[-1], row_lengths=tuple(chosen))
+    layout = Layout(Mode.BUCKETED, shapes, chosen[-1], row_lengths=tuple(chosen))
     return dataclasses.replace(workload, shapes=shapes, layout=layout), parts
 
 
