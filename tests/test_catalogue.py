@@ -10,6 +10,7 @@ from ms_varlen.catalogue import LANGUAGES, catalogue, explain
 from ms_varlen.errors import RecipeError
 
 SOURCES = [path for path in Path(ms_varlen.__file__).parent.rglob("*.py") if path.name != "catalogue.py"]
+SOURCES.append(Path(__file__).parent / "support" / "flash_attention.py")  # stands for the device
 TEXT = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)
 
 

@@ -119,7 +119,7 @@ def core(corpus, tmp_path_factory) -> dict:
     made["checkpoint"] |= {"load_path": middle, "no_load_optim": False}
     (folder / "resume.yaml").write_text(yaml.safe_dump(made))
     shutil.copy(ROOT / "recipes" / "mindformers" / "qwen3_8b_8p.yaml", folder / "eight_billion.yaml")
-    printed = run_python(folder, sys.executable, str(ROOT / "tests" / "bridge_core_run.py"), str(folder))
+    printed = run_python(folder, sys.executable, str(ROOT / "tests" / "support" / "bridge_core_run.py"), str(folder))
     ours: list[dict] = []
     sections["model"]["init_from"] = str(folder / "hf")
     train(parse_recipe(sections), ours.append)
@@ -198,7 +198,7 @@ def test_two_ranks_of_mindformers_trainer_see_each_sample_once_in_equal_steps(co
     made["callbacks"] = [{"type": "KeepBatches"}, *without("CheckpointMonitor", made)]
     made["train_dataset"]["data_loader"]["steps"] = None  # one epoch
     (tmp_path / "train.yaml").write_text(yaml.safe_dump(made))
-    worker = str(ROOT / "tests" / "bridge_ranks_run.py")
+    worker = str(ROOT / "tests" / "support" / "bridge_ranks_run.py")
     ranks = (
         "--worker_num=2",
         "--local_worker_num=2",

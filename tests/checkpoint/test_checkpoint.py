@@ -332,7 +332,7 @@ def test_kill_strikes_at_its_step_only(tmp_path):
         """
         with kill_at("half_file", 99), kill_at("before_rename", 99), kill_at("after_rename", 99):
             save(folder, 10)
-        with kill_when("test_checkpoint:save", call=2):
+        with kill_when("tests.checkpoint.test_checkpoint:save", call=2):
             from tests.checkpoint import test_checkpoint
             test_checkpoint.save(folder, 20)
             test_checkpoint.save(folder, 30)

@@ -247,7 +247,11 @@ def start(package, script=RUN, **options):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MS_COMPILER_CACHE")}
     command = [sys.executable, str(script), json.dumps(options)]
     return subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**environment, "PYTHONPATH": str(package)}
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**environment, "PYTHONPATH": str(package), "GLOG_v": "2"},
     )
 
 

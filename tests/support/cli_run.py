@@ -250,7 +250,8 @@ def main():
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     os.environ.setdefault("GLOG_v", "3")
     from ms_varlen.cli import app as cli
-    from ms_varlen.diagnose import align, report  # noqa: F401 (imported for the children)
+    from ms_varlen.diagnose.align import align  # noqa: F401 (imported for the children)
+    from ms_varlen.diagnose.pages import run_page  # noqa: F401
     from ms_varlen.train import run  # noqa: F401
 
     for line in sys.stdin:
