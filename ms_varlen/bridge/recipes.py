@@ -222,7 +222,7 @@ def _dataset(recipe: Recipe, row_length: int, pad_id: int, auto_register: bool) 
     loader: dict[str, Any] = {
         "type": LOADER_TYPE,
         **({"auto_register": f"register.{LOADER_TYPE}"} if auto_register else {}),
-        "mode": recipe.mode,
+        "mode": recipe.mode.value,
         "data": {**data, "eval_fraction": recipe.data.eval_fraction},
         "seq_length": row_length,
         "steps": recipe.train.steps,
