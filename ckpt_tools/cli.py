@@ -20,6 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 
 from ckpt_tools.new_folder import without_dots
 from ms_varlen.console import Json, debug_option, people, print_columns, print_table, run_app
+from ms_varlen.modes import Mode
 
 HELP = """Look into checkpoints, convert them between modes and frameworks, and prove that nothing changed.
 
@@ -92,9 +93,7 @@ def inspect_command(
 def convert_command(
     source: Source,
     destination: Destination,
-    mode: Annotated[
-        Literal["padded", "bucketed", "packed", "varlen"], typer.Option("--to", help="Mode of the new checkpoint.")
-    ],
+    mode: Annotated[Mode, typer.Option("--to", help="Mode of the new checkpoint.")],
     recipe: Annotated[
         Path | None, typer.Option(help="Recipe to go on with; by default the source's, its sizes translated.")
     ] = None,

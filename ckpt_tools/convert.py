@@ -22,15 +22,15 @@ from ms_varlen.checkpoint.resume import RECIPE_FILE
 from ms_varlen.checkpoint.run_folder import METRICS_FILE, lines_up_to, run_folders
 from ms_varlen.checkpoint.same_data import DATA_FINGERPRINT
 from ms_varlen.errors import CheckpointError, RecipeError
+from ms_varlen.modes import Mode
 from ms_varlen.recipe.recipe import Recipe, load_recipe
 from ms_varlen.workload.translation import variant
 
 _NO_PART_OF_THE_NET = ("initializer_range", "max_position_embeddings", "sliding_window")
-MODES = ("padded", "bucketed", "packed", "varlen")
 
 
 def convert(
-    source: Path, destination: Path, mode: str, recipe: Path | None, progress: Callable[[int, int], None]
+    source: Path, destination: Path, mode: Mode, recipe: Path | None, progress: Callable[[int, int], None]
 ) -> dict[str, Any]:
     """Write a run folder of another mode that `ms-varlen train` goes on from.
 
@@ -87,7 +87,7 @@ def _write_run_files(folder: Path, step: StepFolder, target: Recipe, output_dir:
             kept.writelines(lines_up_to(metrics, step.manifest["step"]))
 
 
-def _continuation(destination: Path, mode: str) -> str:
+def _continuation(destination: Path, mode: Mode) -> str:
     """The folder that `train_with` writes to: the new one where its name is that of a run, else a new run beside it."""
     runs = run_folders(destination.parent, mode)
     if destination in runs:
@@ -95,10 +95,10 @@ def _continuation(destination: Path, mode: str) -> str:
     return f"{destination.parent / mode}{'-N, a new number' if runs else ''}"
 
 
-def _target_recipe(step: StepFolder, mode: str, path: Path | None) -> Recipe:
+def _target_recipe(step: StepFolder, mode: Mode, path: Path | None) -> Recipe:
     if path is not None:
         target = load_recipe(path)
-        if target.mode != mode:
+        if target.mode is not mode:
             raise CheckpointError(f"{path}: mode must be {mode} as --to says, found {target.mode}; change one of them")
         return target
     beside = step.path.parent / RECIPE_FILE
@@ -110,7 +110,7 @@ def _target_recipe(step: StepFolder, mode: str, path: Path | None) -> Recipe:
         # The source is only read, so its recipe is not to be corrected where it lies.
         where = f"{beside}, of which a {mode} recipe is made unless --recipe gives one"
         raise RecipeError(error.faults, where, error.code) from error
-    if recipe.mode == mode:
+    if recipe.mode is mode:
         raise CheckpointError(
             f"{step.path} is a {mode} checkpoint already; resume it as it is, or give the mode it is to become"
         )

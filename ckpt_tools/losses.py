@@ -8,6 +8,7 @@ import numpy as np
 from ckpt_tools.weights import Weights
 from ms_varlen.batches.dataset import MicroBatches
 from ms_varlen.batches.layout import IGNORE_INDEX
+from ms_varlen.modes import Mode
 from ms_varlen.planning.plan import EpochPlan
 from ms_varlen.train.device import set_up_device
 from ms_varlen.train.graphs import TrainingGraphs
@@ -26,12 +27,12 @@ class LossOfMode:
 
     Args:
         workload: of a recipe; its corpus and model are taken.
-        mode: padded, bucketed, packed or varlen; sizes are translated where it is not the recipe's.
+        mode: of the layout; sizes are translated where it is not the recipe's.
     """
 
-    def __init__(self, workload: Workload, mode: str):
+    def __init__(self, workload: Workload, mode: Mode):
         recipe, store = workload.recipe, workload.store
-        if mode != recipe.mode:
+        if mode is not recipe.mode:
             mean = float(np.asarray(store.train.lengths).mean(dtype=np.float64))
             workload = prepare_on(variant(recipe, mode, recipe.shapes.kind, mean), store)
         self.mode = mode

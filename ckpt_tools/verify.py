@@ -11,6 +11,7 @@ from ckpt_tools.step_folder import IMPORTED, open_step
 from ckpt_tools.tensors import FLOATS, PIECE_BYTES, StoredTensor, cast
 from ckpt_tools.weights import Weights
 from ms_varlen.errors import CheckpointError
+from ms_varlen.modes import Mode
 from ms_varlen.recipe.recipe import Recipe
 
 LOSS_TOLERANCE = 2e-5
@@ -142,8 +143,8 @@ def _check_recipe(a: Weights, b: Weights, recipe: Recipe) -> None:
                 )
 
 
-def _mode_of(weights: Weights) -> str | None:
+def _mode_of(weights: Weights) -> Mode | None:
     if weights.kind != "ms_varlen":
         return None
     mode = open_step(weights.path).manifest["mode"]
-    return None if mode == IMPORTED else mode
+    return None if mode == IMPORTED else Mode(mode)

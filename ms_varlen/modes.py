@@ -46,6 +46,21 @@ class Mode(str, enum.Enum):
         """`batch.rows` sizes a micro-batch; otherwise `batch.token_budget` does."""
         return self.policy == "rows"
 
+    @property
+    def size_key(self) -> str:
+        """The recipe key that sizes a micro-batch."""
+        return "batch.rows" if self.sized_by_rows else "batch.token_budget"
+
+    @property
+    def splits_rows(self) -> bool:
+        """A row is two segments, its sample and its padded tail."""
+        return self.in_rows and self.follows_lengths
+
+    @property
+    def deals_samples(self) -> bool:
+        """Ranks are balanced by dealing them samples; otherwise they are dealt whole micro-batches."""
+        return self.policy == "token_budget"
+
 
 _TRAITS = {
     # mode          policy          in_rows  follows_lengths

@@ -56,7 +56,7 @@ class MicroBatches:
         edges = tokens[[ends - lengths, ends - 1]]
         lens = self._layout.place(lengths)
         columns = lay_out(lens, tokens, self._pad_id, self._table.gather_supervised(ids))
-        whole_rows = self._layout.mode == "padded"
+        whole_rows = not self._layout.mode.follows_lengths
         check_micro_batch(columns, lens.starts, lengths, edges, self._layout.seq_length, whole_rows)
         return {**columns, **self._attention_columns(lens)}
 

@@ -42,8 +42,8 @@ class Layout:
     """Places samples on the token axis in one of the modes.
 
     Attributes:
-        mode: "varlen" and "packed" lay samples one after another; "padded" and "bucketed" give each a row, whose end is
-            padded. A padded row is one segment; a bucketed row is two, its sample and its tail.
+        mode: a `Mode` or its name. Samples lie one after another ("varlen", "packed"), or each has a row, padded at its
+            end ("padded", "bucketed"). A padded row is one segment; a bucketed row is two, its sample and its tail.
         shapes: the declared sizes of T.
         seq_length: the longest segment allowed, in tokens.
         rows: rows per micro-batch ("padded" only; "bucketed" has one for each sample).
@@ -86,9 +86,9 @@ class Layout:
         """
         needed, computed = self.needed_tokens(seq_lens, offsets), self.computed_tokens(seq_lens, offsets)
         counts, squares = np.diff(offsets), np.square(seq_lens.astype(np.int64))
-        if self.mode == "padded":
+        if not self.mode.follows_lengths:
             segments = needed * (needed // self.rows)
-        elif self.mode == "bucketed":
+        elif self.mode.in_rows:
             row_lengths = np.repeat(needed // counts, counts)
             segments = np.add.reduceat(squares + np.square(row_lengths - seq_lens), offsets[:-1])
         else:
@@ -97,7 +97,7 @@ class Layout:
 
     def made_up(self, tokens: int) -> SeqLens:
         """Lengths of a micro-batch of T = `tokens` that holds one token, for compiling a graph."""
-        if self.mode == "padded":
+        if not self.mode.follows_lengths:
             row_length = tokens // self.rows
             return SeqLens.in_rows([1], self.seq_length, row_length, self.rows, split_tails=False)
         return SeqLens.packed([1], self.seq_length, tokens)
@@ -115,8 +115,7 @@ class Layout:
             return SeqLens.packed(seq_lens, self.seq_length, tokens)
         rows = self.rows or seq_lens.size
         row_length = int(self.needed_tokens(seq_lens, np.array([0, seq_lens.size]))[0]) // rows
-        split = self.mode == "bucketed"
-        return SeqLens.in_rows(seq_lens, self.seq_length, row_length, rows, split, tokens)
+        return SeqLens.in_rows(seq_lens, self.seq_length, row_length, rows, self.mode.splits_rows, tokens)
 
 
 def lay_out(

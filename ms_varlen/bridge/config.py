@@ -10,6 +10,7 @@ from ms_varlen.data.store.files import MANIFEST
 from ms_varlen.data.store.store import TokenStore
 from ms_varlen.errors import DataError, RecipeError
 from ms_varlen.faults import shown
+from ms_varlen.modes import Mode
 from ms_varlen.recipe.recipe import Recipe, parse_recipe
 
 LOADER_TYPE = "VarlenDataLoader"
@@ -95,7 +96,7 @@ class LoaderConfig(BaseModel):
     @property
     def packed(self) -> bool:
         """Whether rows hold several samples."""
-        return self.mode != "padded"
+        return not Mode(self.mode).in_rows
 
     def recipe(self, batch_size: int, longest_sample: int) -> Recipe:
         """The recipe of ours whose plan and layout make the rows.

@@ -76,7 +76,7 @@ def mindformers_config(recipe: Recipe, family: Family, devices: Devices, auto_re
     tokenizer = open_tokenizer(recipe.data.tokenizer)
     model = recipe.model.config.with_vocab_size(tokenizer.vocab_size)
     refuse(_family_faults(recipe, model, family, devices), f"recipe for MindFormers' {family}")
-    on_cpu, packed = recipe.device.target == "CPU", recipe.mode != "padded"
+    on_cpu, packed = recipe.device.target == "CPU", not recipe.mode.in_rows
     row_length = recipe.batch.token_budget if packed else recipe.model.seq_length
     assert row_length is not None, "the rules of a recipe see to it"
     config: dict[str, Any] = {
@@ -161,7 +161,7 @@ def mindformers_yaml(config: dict[str, Any]) -> str:
 
 def _family_faults(recipe: Recipe, model: DecoderConfig, family: Family, devices: Devices) -> list[str]:
     faults = []
-    if recipe.mode == "bucketed":
+    if recipe.mode.splits_rows:
         faults.append(
             "mode: must be packed, varlen or padded, got bucketed: MindFormers has one graph; use mode=packed"
         )
@@ -188,7 +188,7 @@ def _family_faults(recipe: Recipe, model: DecoderConfig, family: Family, devices
             f"model.config.head_dim: must be hidden_size / num_attention_heads for the legacy Llama, got "
             f"{model.head_dim}; set it"
         )
-    if recipe.device.target == "CPU" and family == "llama" and recipe.mode != "padded":
+    if recipe.device.target == "CPU" and family == "llama" and not recipe.mode.in_rows:
         faults.append("mode: must be padded for the legacy Llama on a CPU, got " + recipe.mode + "; use --family qwen3")
     if devices.pipeline_stage > recipe.batch.micro_batches:
         faults.append(
@@ -217,7 +217,7 @@ def _schedule(recipe: Recipe) -> dict[str, Any]:
 
 
 def _dataset(recipe: Recipe, row_length: int, pad_id: int, auto_register: bool) -> dict[str, Any]:
-    packed = recipe.mode != "padded"
+    packed = not recipe.mode.in_rows
     data = {k: v for k, v in recipe.data.model_dump(mode="json", exclude_defaults=True).items() if k != "eval_fraction"}
     loader: dict[str, Any] = {
         "type": LOADER_TYPE,

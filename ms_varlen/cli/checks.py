@@ -20,6 +20,7 @@ from ms_varlen.console import (
     store_bar,
 )
 from ms_varlen.errors import RecipeError
+from ms_varlen.modes import Mode
 from ms_varlen.recipe.recipe import load_recipe
 
 
@@ -153,9 +154,7 @@ def align_command(
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 100,
     tolerance: Tolerance = None,
     start_from: StartFrom = None,
-    against: Annotated[
-        Literal["padded", "bucketed", "packed", "varlen"], typer.Option(help="The layout to compare with.")
-    ] = "padded",
+    against: Annotated[Mode, typer.Option(help="The layout to compare with.")] = Mode.PADDED,
     report: Annotated[
         Path | None, typer.Option(help="HTML page to write; default align.html in checkpoint.output_dir.")
     ] = None,

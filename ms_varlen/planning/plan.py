@@ -10,11 +10,12 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from ms_varlen.errors import CheckpointError, DataError, LengthsError
+from ms_varlen.modes import Policy
 from ms_varlen.planning.balance import (
     StepGrid,
     balance_micro_batches,
@@ -60,7 +61,7 @@ class PlanSettings:
         seq_length: longest segment of a padded tail, in tokens.
     """
 
-    policy: Literal["token_budget", "packed", "bucketed", "rows"]
+    policy: Policy
     size: int
     max_segments: int
     micro_batches: int

@@ -18,13 +18,13 @@ import numpy as np
 
 from ms_varlen.batches.layout import IGNORE_INDEX, Layout
 from ms_varlen.errors import RanksError, VarlenError
+from ms_varlen.modes import MODES
 from ms_varlen.planning.plan import EpochPlan, PlanState
 from ms_varlen.ranks.exchange import Exchange
 
 MOST_LENGTHS = 1 << 16
 """Lengths of a step over all ranks, the unused room counted, that are sent themselves: 256 KiB."""
 
-MODES = ("padded", "bucketed", "packed", "varlen")
 HEAD = ("flag", "step", "epoch", "step of the plan", "mode", "plan")
 COUNTS = ("samples", "T", "real tokens", "supervised tokens")
 SUPERVISED = COUNTS.index("supervised tokens")
@@ -223,7 +223,7 @@ def _shown(name: str, head: np.ndarray, word: int) -> str:
     if name == "plan":
         return head[-4:].astype("<i4").tobytes().hex()
     if name == "mode":
-        return MODES[head[word]] if 0 <= head[word] < len(MODES) else str(head[word])
+        return MODES[head[word]].value if 0 <= head[word] < len(MODES) else str(head[word])
     return str(head[word])
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from ms_varlen.data.config import BYTES, PYDOC, DataConfig, missing_files
 from ms_varlen.faults import Fault, shown
 from ms_varlen.graph.shapes import TokenShapes
+from ms_varlen.modes import Mode
 from ms_varlen.recipe.model_rules import MODEL_RULES
 
 
@@ -22,9 +23,9 @@ def _one_length(seq_length: int, max_position_embeddings: int) -> Iterator[Fault
         )
 
 
-def _lengths_followed(mode: str, variable_seq_lengths: bool) -> Iterator[Fault]:
-    if variable_seq_lengths != (mode != "padded"):
-        wanted, other = ("false", "varlen") if mode == "padded" else ("true", "padded")
+def _lengths_followed(mode: Mode, variable_seq_lengths: bool) -> Iterator[Fault]:
+    if variable_seq_lengths != mode.follows_lengths:
+        wanted, other = ("true", Mode.PADDED) if mode.follows_lengths else ("false", Mode.VARLEN)
         yield Fault(
             "model.variable_seq_lengths",
             f"must be {wanted} in a {mode} recipe, got {shown(variable_seq_lengths)}; set it to {wanted}, or choose "
@@ -32,37 +33,37 @@ def _lengths_followed(mode: str, variable_seq_lengths: bool) -> Iterator[Fault]:
         )
 
 
-def _rows_fit_mode(mode: str, rows: int | None) -> Iterator[Fault]:
-    if mode == "padded" and rows is None:
+def _rows_fit_mode(mode: Mode, rows: int | None) -> Iterator[Fault]:
+    if mode.sized_by_rows and rows is None:
         yield Fault(
             "batch.rows", "must be a whole number >= 1 in a padded recipe, but is missing; set batch.rows=8, say"
         )
-    if mode != "padded" and rows is not None:
+    if not mode.sized_by_rows and rows is not None:
         yield Fault(
             "batch.rows", f"must be left out in a {mode} recipe, got {rows}; batch.token_budget sizes its micro-batches"
         )
 
 
-def _budget_fits_mode(mode: str, written: int | None, budget: int | None, rows: int | None) -> Iterator[Fault]:
-    if mode == "padded" and written is not None:
+def _budget_fits_mode(mode: Mode, written: int | None, budget: int | None, rows: int | None) -> Iterator[Fault]:
+    if mode.sized_by_rows and written is not None:
         yield Fault(
             "batch.token_budget",
             f"must be left out (null) in a padded recipe, got {written}; batch.rows sizes its micro-batches",
         )
-    if mode != "padded" and budget is None and rows is None:
+    if not mode.sized_by_rows and budget is None and rows is None:
         yield Fault(
             "batch.token_budget",
             f"must be a whole number >= 1 in a {mode} recipe, got null; set batch.token_budget=4096",
         )
 
 
-def _pad_to_fits_mode(mode: str, written: str | None) -> Iterator[Fault]:
-    if mode != "padded" and written is not None:
+def _pad_to_fits_mode(mode: Mode, written: str | None) -> Iterator[Fault]:
+    if not mode.sized_by_rows and written is not None:
         yield Fault("batch.pad_to", f"must be left out (null) in a {mode} recipe, got {written}; it is for padded rows")
 
 
-def _window_fits_mode(mode: str, window: int | None, pad_to: str | None) -> Iterator[Fault]:
-    if window is not None and (mode != "padded" or pad_to != "batch"):
+def _window_fits_mode(mode: Mode, window: int | None, pad_to: str | None) -> Iterator[Fault]:
+    if window is not None and (not mode.sized_by_rows or pad_to != "batch"):
         yield Fault(
             "batch.window",
             f"must be null but for padded recipes with batch.pad_to batch, got {window}; only there does sorting "
@@ -70,38 +71,38 @@ def _window_fits_mode(mode: str, window: int | None, pad_to: str | None) -> Iter
         )
 
 
-def _budget_holds_a_sequence(mode: str, budget: int | None, seq_length: int) -> Iterator[Fault]:
-    if mode != "padded" and budget is not None and budget < seq_length:
+def _budget_holds_a_sequence(mode: Mode, budget: int | None, seq_length: int) -> Iterator[Fault]:
+    if not mode.sized_by_rows and budget is not None and budget < seq_length:
         yield Fault(
             "batch.token_budget",
             f"must be >= model.seq_length ({seq_length}), got {budget}; raise it, or lower model.seq_length",
         )
 
 
-def _budget_divides(mode: str, budget: int | None, divisor: int) -> Iterator[Fault]:
-    if mode != "padded" and budget is not None and budget % divisor:
+def _budget_divides(mode: Mode, budget: int | None, divisor: int) -> Iterator[Fault]:
+    if not mode.sized_by_rows and budget is not None and budget % divisor:
         yield Fault("batch.token_budget", _not_a_multiple(budget, divisor))
 
 
-def _rows_divide(mode: str, seq_length: int, divisor: int) -> Iterator[Fault]:
-    if mode in ("padded", "bucketed") and seq_length % divisor:
+def _rows_divide(mode: Mode, seq_length: int, divisor: int) -> Iterator[Fault]:
+    if mode.in_rows and seq_length % divisor:
         yield Fault("model.seq_length", _not_a_multiple(seq_length, divisor))
 
 
-def largest_tokens(mode: str, budget: int | None, rows: int | None, seq_length: int) -> int | None:
+def largest_tokens(mode: Mode, budget: int | None, rows: int | None, seq_length: int) -> int | None:
     """The largest T of a micro-batch, in tokens; None where the key that sizes the mode is missing."""
-    if mode != "padded":
+    if not mode.sized_by_rows:
         return budget
     return None if rows is None else rows * seq_length
 
 
 def _max_holds_a_micro_batch(
-    kind: str, shape_max: int | None, divisor: int, mode: str, budget: int | None, rows: int | None, seq_length: int
+    kind: str, shape_max: int | None, divisor: int, mode: Mode, budget: int | None, rows: int | None, seq_length: int
 ) -> Iterator[Fault]:
     largest = largest_tokens(mode, budget, rows, seq_length)
     if shape_max is None or largest is None or shape_max == largest:
         return
-    source = "batch.rows * model.seq_length" if mode == "padded" else "batch.token_budget"
+    source = "batch.rows * model.seq_length" if mode.sized_by_rows else "batch.token_budget"
     if kind == "static" or shape_max < largest:
         sign = "equal" if kind == "static" else "be >="
         yield Fault("shapes.max", f"must {sign} {source} ({largest}), got {shape_max}; set it to that or leave it out")
@@ -119,7 +120,7 @@ def _range_is_open(
     shape_min: int | None,
     shape_max: int | None,
     divisor: int,
-    mode: str,
+    mode: Mode,
     budget: int | None,
     rows: int | None,
     seq_length: int,
@@ -135,8 +136,8 @@ def _range_is_open(
     )
 
 
-def _min_fits_rows(kind: str, shape_min: int | None, divisor: int, mode: str, rows: int | None) -> Iterator[Fault]:
-    if kind == "range" and mode == "padded" and rows and shape_min is not None and shape_min > rows * divisor:
+def _min_fits_rows(kind: str, shape_min: int | None, divisor: int, mode: Mode, rows: int | None) -> Iterator[Fault]:
+    if kind == "range" and mode.sized_by_rows and rows and shape_min is not None and shape_min > rows * divisor:
         yield Fault(
             "shapes.min",
             f"must be <= batch.rows * shapes.divisor ({rows * divisor}, the smallest micro-batch), got {shape_min}; "
@@ -144,15 +145,15 @@ def _min_fits_rows(kind: str, shape_min: int | None, divisor: int, mode: str, ro
         )
 
 
-def _rows_have_their_lengths(kind: str, mode: str, pad_to: str | None) -> Iterator[Fault]:
-    if kind == "static" and mode == "padded" and pad_to == "batch":
+def _rows_have_their_lengths(kind: str, mode: Mode, pad_to: str | None) -> Iterator[Fault]:
+    if kind == "static" and mode.sized_by_rows and pad_to == "batch":
         yield Fault("batch.pad_to", "must be max with shapes.kind static, got batch; use max, or shapes.kind=range")
-    if kind == "buckets" and mode == "padded" and pad_to == "max":
+    if kind == "buckets" and mode.sized_by_rows and pad_to == "max":
         yield Fault("batch.pad_to", "must be batch with shapes.kind buckets, got max; use batch, or shapes.kind=static")
 
 
 def _sizes_fit_mode(
-    kind: str, mode: str, row_buckets: list[int] | str | None, token_sizes: list[int] | str | None
+    kind: str, mode: Mode, row_buckets: list[int] | str | None, token_sizes: list[int] | str | None
 ) -> Iterator[Fault]:
     if row_buckets is not None and not has_row_buckets(mode, kind):
         yield Fault(
@@ -160,7 +161,7 @@ def _sizes_fit_mode(
             f"must be null in a {mode} recipe with shapes.kind {kind}, got {row_buckets}; it is for bucketed recipes, "
             "and padded ones with kind buckets",
         )
-    if token_sizes is not None and not (kind == "buckets" and mode in ("varlen", "packed")):
+    if token_sizes is not None and not (kind == "buckets" and not mode.in_rows):
         yield Fault(
             "shapes.token_sizes",
             f"must be null in a {mode} recipe with shapes.kind {kind}, got {token_sizes}; it is for varlen and packed "
@@ -168,22 +169,22 @@ def _sizes_fit_mode(
         )
 
 
-def has_row_buckets(mode: str, kind: str) -> bool:
+def has_row_buckets(mode: Mode, kind: str) -> bool:
     """Whether rows of a recipe have a few lengths: those of `shapes.row_buckets`."""
-    return mode == "bucketed" or (mode == "padded" and kind == "buckets")
+    return mode.splits_rows or (mode.in_rows and kind == "buckets")
 
 
 def _row_buckets_are_in_order(
-    kind: str, mode: str, divisor: int, seq_length: int, row_buckets: list[int] | str | None
+    kind: str, mode: Mode, divisor: int, seq_length: int, row_buckets: list[int] | str | None
 ) -> Iterator[Fault]:
     if has_row_buckets(mode, kind):
         yield from _list_faults("shapes.row_buckets", row_buckets, divisor, "model.seq_length", seq_length)
 
 
 def _token_sizes_are_in_order(
-    kind: str, divisor: int, mode: str, budget: int | None, token_sizes: list[int] | str | None
+    kind: str, divisor: int, mode: Mode, budget: int | None, token_sizes: list[int] | str | None
 ) -> Iterator[Fault]:
-    if kind == "buckets" and mode in ("varlen", "packed") and budget is not None:
+    if kind == "buckets" and not mode.in_rows and budget is not None:
         yield from _list_faults("shapes.token_sizes", token_sizes, divisor, "batch.token_budget", budget)
 
 
@@ -206,7 +207,7 @@ def _list_faults(
 
 def _num_buckets_is_used(
     kind: str,
-    mode: str,
+    mode: Mode,
     row_buckets: list[int] | str | None,
     token_sizes: list[int] | str | None,
     num_buckets: int | None,
@@ -221,13 +222,13 @@ def _num_buckets_is_used(
 
 
 def _segments_hold_the_tail(
-    mode: str, kind: str, shape_min: int | None, divisor: int, budget: int | None, seq_length: int, max_segments: int
+    mode: Mode, kind: str, shape_min: int | None, divisor: int, budget: int | None, seq_length: int, max_segments: int
 ) -> Iterator[Fault]:
     smallest = shape_min or divisor
-    if mode == "padded" or budget is None or smallest > budget:
+    if mode.sized_by_rows or budget is None or smallest > budget:
         return
     # A bucketed row is two segments, its sample and its own tail.
-    needed = tail_segments(kind, smallest, budget, divisor, seq_length) + (2 if mode == "bucketed" else 1)
+    needed = tail_segments(kind, smallest, budget, divisor, seq_length) + (2 if mode.splits_rows else 1)
     if max_segments < needed:
         yield Fault(
             "batch.max_segments",
@@ -241,8 +242,8 @@ def tail_segments(kind: str, smallest: int, budget: int, divisor: int, seq_lengt
     return TokenShapes(one_size, smallest, budget, divisor, max_segments=1).tail_segments(seq_length)
 
 
-def _segments_hold_the_rows(mode: str, rows: int | None, max_segments: int) -> Iterator[Fault]:
-    if mode == "padded" and rows is not None and rows > max_segments:
+def _segments_hold_the_rows(mode: Mode, rows: int | None, max_segments: int) -> Iterator[Fault]:
+    if mode.sized_by_rows and rows is not None and rows > max_segments:
         yield Fault(
             "batch.rows",
             f"must be <= batch.max_segments ({max_segments}), since each row is a segment, got {rows}; lower it, or "
@@ -268,9 +269,9 @@ def _evaluation_has_documents(
         )
 
 
-def _graphs_fit(mode: str, max_graphs: int, eval_every: int | None) -> Iterator[Fault]:
+def _graphs_fit(graph_mode: str, max_graphs: int, eval_every: int | None) -> Iterator[Fault]:
     needed = 2 if eval_every is None else 3  # train and apply, and eval; at least one size each
-    if mode == "graph" and max_graphs < needed:
+    if graph_mode == "graph" and max_graphs < needed:
         yield Fault("graph.max_graphs", f"must be >= {needed} (one graph per role), got {max_graphs}; raise it")
 
 
@@ -377,6 +378,8 @@ def rule_faults(values: dict[str, Any]) -> list[Fault]:
     Args:
         values: by YAML path, the value of every key that is valid by itself, defaults filled in.
     """
+    if "mode" in values:
+        values = values | {"mode": Mode(values["mode"])}
     return [
         fault
         for rule, needs in RULES

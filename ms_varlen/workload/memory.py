@@ -62,7 +62,7 @@ def check_memory(recipe: Recipe, config: DecoderConfig, shapes: TokenShapes) -> 
         )
     else:
         recompute = "" if recipe.model.recompute else "set model.recompute=true, "
-        advice = f"{recompute}lower {'batch.rows' if recipe.mode == 'padded' else 'batch.token_budget'}"
+        advice = f"{recompute}lower {recipe.mode.size_key}"
     activations = memory["activations_recomputed" if recipe.model.recompute else "activations"]
     raise DataError(
         f"a step must fit device.max_memory ({memory['limit']:g} GB), got at least {memory['total']:.1f} GB on "

@@ -11,6 +11,7 @@ import numpy as np
 
 from ms_varlen.errors import VarlenError
 from ms_varlen.graph.shapes import round_up
+from ms_varlen.modes import MODES, Mode
 from ms_varlen.planning.batching import row_offsets
 from ms_varlen.planning.cost import CostModel
 from ms_varlen.planning.work import EpochWork
@@ -18,11 +19,11 @@ from ms_varlen.recipe.recipe import Recipe, parse_recipe
 from ms_varlen.workload.summary import MOST_SAMPLES, epoch_batches, sampled_lengths
 from ms_varlen.workload.workload import SampleLengths, plan_lengths
 
-PAIRS = [(mode, kind) for mode in ("padded", "bucketed", "packed", "varlen") for kind in ("static", "buckets", "range")]
+PAIRS = [(mode, kind) for mode in MODES for kind in ("static", "buckets", "range")]
 """Every mode with every kind of shapes."""
 
 
-def variant(recipe: Recipe, mode: str, kind: str, mean_length: float) -> Recipe:
+def variant(recipe: Recipe, mode: Mode, kind: str, mean_length: float) -> Recipe:
     """The recipe in another mode and kind of shapes, with sizes that it picks itself; as it is where both are its own.
 
     Args:
@@ -37,14 +38,14 @@ def variant(recipe: Recipe, mode: str, kind: str, mean_length: float) -> Recipe:
     budget = batch.token_budget or round_up(max(seq_length, round(rows * mean_length)), divisor)
     size = (
         {"rows": rows, "token_budget": None, "pad_to": "max" if kind == "static" else "batch"}
-        if mode == "padded"
+        if mode.sized_by_rows
         else {"rows": None, "token_budget": budget, "pad_to": None}
     )
     values = recipe.resolved()
-    values["mode"] = mode
+    values["mode"] = mode.value
     values["batch"] |= size | {"window": None}
     values["shapes"] = {"kind": kind, "divisor": divisor}
-    values["model"]["variable_seq_lengths"] = mode != "padded"
+    values["model"]["variable_seq_lengths"] = mode.follows_lengths
     return parse_recipe(values, where=f"{mode} with shapes.kind {kind}")
 
 
@@ -126,7 +127,7 @@ def padded_works(
 
 def compare_variants(
     recipe: Recipe, lengths: SampleLengths, cost: CostModel, world_size: int = 1
-) -> tuple[dict[tuple[str, str], EpochWork], dict[tuple[str, str], str]]:
+) -> tuple[dict[tuple[Mode, str], EpochWork], dict[tuple[Mode, str], str]]:
     """An epoch in every mode and kind of shapes.
 
     Args:

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
 import numpy as np
 
@@ -21,13 +20,6 @@ from ms_varlen.recipe.recipe import Recipe
 from ms_varlen.recipe.rules import has_row_buckets, largest_tokens, tail_segments
 from ms_varlen.workload.memory import check_memory, step_memory
 from ms_varlen.workload.summary import epoch_numbers
-
-POLICIES: dict[str, Literal["token_budget", "packed", "bucketed", "rows"]] = {
-    "padded": "rows",
-    "bucketed": "bucketed",
-    "packed": "packed",
-    "varlen": "token_budget",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,14 +189,14 @@ def plan_lengths(
     settings = plan_settings(recipe, row_lengths, cost, world_size)
     plans = EpochPlans(lengths.train, lengths.fingerprint, settings, share)
     shapes = recipe_shapes(recipe, plans, row_lengths, most_sizes(recipe, lengths))
-    rows = recipe.batch.size if recipe.mode == "padded" else 0
+    rows = recipe.batch.size if recipe.mode.sized_by_rows else 0
     return plans, shapes, Layout(recipe.mode, shapes, recipe.model.seq_length, rows=rows, row_lengths=row_lengths)
 
 
 def recipe_row_lengths(recipe: Recipe, lengths: SampleLengths, cost: CostModel) -> tuple[int, ...]:
     """Lengths that rows may have, increasing; none where samples lie one after another."""
     divisor, seq_length = recipe.shapes.divisor, recipe.model.seq_length
-    if recipe.mode in ("varlen", "packed"):
+    if not recipe.mode.in_rows:
         return ()
     if not has_row_buckets(recipe.mode, recipe.shapes.kind):
         if recipe.batch.pad_to == "max":
@@ -218,7 +210,7 @@ def recipe_row_lengths(recipe: Recipe, lengths: SampleLengths, cost: CostModel) 
 def auto_row_lengths(recipe: Recipe, lengths: SampleLengths, cost: CostModel) -> tuple[int, ...]:
     """The lengths of rows, increasing, that cost least FLOPs on a corpus; what `shapes.row_buckets` auto means."""
     counts, of_row = lengths.counts, cost.of_row
-    if recipe.mode == "padded":
+    if not recipe.mode.follows_lengths:
         of_row = cost
         if recipe.batch.window is None:  # rows of a window are padded to about their own lengths
             counts = batch_maximum_counts(counts, recipe.batch.size)
@@ -239,21 +231,21 @@ def plan_settings(recipe: Recipe, row_lengths: tuple[int, ...], cost: CostModel,
     """
     batch, mode, shapes = recipe.batch, recipe.mode, recipe.shapes
     segments = batch.max_segments
-    if mode != "padded":
+    if not mode.sized_by_rows:
         segments -= tail_segments(
             shapes.kind, shapes.min or shapes.divisor, batch.size, shapes.divisor, recipe.model.seq_length
         )
-    if mode == "bucketed":
-        segments //= 2  # a row is two segments, its sample and its tail
-    deals_samples = mode == "varlen" and world_size > 1
+    if mode.splits_rows:
+        segments //= 2
+    deals_samples = mode.deals_samples and world_size > 1
     return PlanSettings(
-        policy=POLICIES[mode],
+        policy=mode.policy,
         size=batch.size,
         max_segments=segments,
         micro_batches=batch.micro_batches,
         seed=recipe.train.seed,
         world_size=world_size,
-        row_lengths=row_lengths if mode == "bucketed" or batch.window is not None else (),
+        row_lengths=row_lengths if mode.splits_rows or batch.window is not None else (),
         window=batch.window,
         quadratic_cost=cost.quadratic / cost.linear,
         divisor=shapes.divisor if deals_samples else 1,
@@ -285,10 +277,10 @@ def recipe_shapes(recipe: Recipe, plans: EpochPlans, row_lengths: tuple[int, ...
     assert tokens is not None, "the rules of a recipe see to it"
     sizes: Sequence[int] = ()
     if recipe.shapes.kind == "buckets":
-        if recipe.mode == "padded":
+        if recipe.mode.sized_by_rows:
             sizes = [recipe.batch.size * row_length for row_length in row_lengths]
             tokens = sizes[-1]
-        elif recipe.mode == "bucketed":
+        elif recipe.mode.in_rows:
             rows = bucket_rows(np.array(row_lengths), recipe.batch.size, plans.settings.max_segments)
             sizes = (rows * np.array(row_lengths)).tolist()
             tokens = max(sizes)

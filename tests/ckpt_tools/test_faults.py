@@ -19,6 +19,7 @@ from ms_varlen.checkpoint import store
 from ms_varlen.checkpoint.run_folder import open_run
 from ms_varlen.checkpoint.store import read_manifest, sealed_manifest
 from ms_varlen.errors import CheckpointError
+from ms_varlen.modes import Mode
 from ms_varlen.recipe.recipe import load_recipe
 from tests.support.ckpt_made import contents, numbers, run, saved_step, tensors
 
@@ -264,14 +265,14 @@ def test_kill_at_any_moment_leaves_no_half_destination(padded, tmp_path, monkeyp
     monkeypatch.setattr(tensors_module, "PIECE_BYTES", 256)  # so that there are many moments
     new = tmp_path / "new"
     begin = time.perf_counter()
-    convert(padded, tmp_path / "whole", "varlen", None, lambda *_: None)
+    convert(padded, tmp_path / "whole", Mode.VARLEN, None, lambda *_: None)
     seconds = time.perf_counter() - begin
     whole = tensors(tmp_path / "whole")
     rng, killed = random.Random(5), 0
     for _ in range(10):
         child = os.fork()
         if child == 0:
-            convert(padded, new, "varlen", None, lambda *_: None)
+            convert(padded, new, Mode.VARLEN, None, lambda *_: None)
             os._exit(0)
         time.sleep(rng.uniform(0, seconds))
         os.kill(child, signal.SIGKILL)
@@ -281,7 +282,7 @@ def test_kill_at_any_moment_leaves_no_half_destination(padded, tmp_path, monkeyp
             assert tensors(new) == whole
             shutil.rmtree(new)
     assert killed > 2
-    convert(padded, new, "varlen", None, lambda *_: None)
+    convert(padded, new, Mode.VARLEN, None, lambda *_: None)
     assert tensors(new) == whole
     assert not list(tmp_path.glob(".ckpt-tools*"))
 
@@ -357,7 +358,7 @@ def test_interrupt_leaves_nothing(padded, tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        convert(padded, tmp_path / "new", "varlen", None, interrupt)
+        convert(padded, tmp_path / "new", Mode.VARLEN, None, interrupt)
     assert contents(tmp_path) == before
 
 

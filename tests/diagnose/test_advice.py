@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from ms_varlen.diagnose.advise.advice import PREFERRED, Situation, advise, choose_boundaries, choose_pair
+from ms_varlen.modes import Mode
 from ms_varlen.planning.buckets import length_counts
 from ms_varlen.planning.cost import CostModel
 from ms_varlen.planning.statistics import cut_at, length_statistics
@@ -26,14 +27,14 @@ def work(computed, steps=100, graphs=3, largest=4096):
 
 
 WORKS = {
-    ("padded", "static"): work(8000, largest=16384),
-    ("padded", "range"): work(4000, largest=16384),
-    ("bucketed", "range"): work(1200),
-    ("packed", "static"): work(1005, steps=90),
-    ("packed", "range"): work(1001, steps=90),
-    ("varlen", "static"): work(1100),
-    ("varlen", "buckets"): work(1020, graphs=10),
-    ("varlen", "range"): work(1010),
+    (Mode.PADDED, "static"): work(8000, largest=16384),
+    (Mode.PADDED, "range"): work(4000, largest=16384),
+    (Mode.BUCKETED, "range"): work(1200),
+    (Mode.PACKED, "static"): work(1005, steps=90),
+    (Mode.PACKED, "range"): work(1001, steps=90),
+    (Mode.VARLEN, "static"): work(1100),
+    (Mode.VARLEN, "buckets"): work(1020, graphs=10),
+    (Mode.VARLEN, "range"): work(1010),
 }
 LONG_TAIL = np.array([100] * 900 + [500] * 85 + [2000] * 14 + [6000])
 
@@ -41,7 +42,7 @@ LONG_TAIL = np.array([100] * 900 + [500] * 85 + [2000] * 14 + [6000])
 def situation(lengths=LONG_TAIL, **changes):
     statistics = length_statistics(lengths)
     chosen = Situation(
-        pair=("varlen", "range"),
+        pair=(Mode.VARLEN, "range"),
         works=WORKS,
         padded={"maximum": work(8000), "batch_maximum": work(4000)},
         documents=statistics,
@@ -80,12 +81,12 @@ def test_every_pair_has_a_place_in_the_order_of_preference():
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, ("varlen", "range")),
-        ({"pair": ("padded", "static")}, ("varlen", "range")),
-        ({"pair": ("packed", "static")}, ("packed", "static")),  # as cheap: the recipe stays as it is
-        ({"pair": ("bucketed", "range")}, ("varlen", "range")),
-        ({"slow_range": True}, ("packed", "static")),
-        ({"slow_range": True, "max_graphs": 2}, ("varlen", "range")),  # nothing fits: all are candidates
+        ({}, (Mode.VARLEN, "range")),
+        ({"pair": (Mode.PADDED, "static")}, (Mode.VARLEN, "range")),
+        ({"pair": (Mode.PACKED, "static")}, (Mode.PACKED, "static")),  # as cheap: the recipe stays as it is
+        ({"pair": (Mode.BUCKETED, "range")}, (Mode.VARLEN, "range")),
+        ({"slow_range": True}, (Mode.PACKED, "static")),
+        ({"slow_range": True, "max_graphs": 2}, (Mode.VARLEN, "range")),  # nothing fits: all are candidates
     ],
 )
 def test_the_pair_is_the_recipes_or_the_simplest_of_the_cheapest(changes, expected):
@@ -93,16 +94,16 @@ def test_the_pair_is_the_recipes_or_the_simplest_of_the_cheapest(changes, expect
 
 
 def test_a_pair_of_too_many_graphs_is_not_advised():
-    works = {**WORKS, ("varlen", "buckets"): work(500, graphs=10)}
-    assert choose_pair(situation(works=works)) == ("varlen", "buckets")
-    assert choose_pair(situation(works=works, max_graphs=9)) == ("varlen", "range")
+    works = {**WORKS, (Mode.VARLEN, "buckets"): work(500, graphs=10)}
+    assert choose_pair(situation(works=works)) == (Mode.VARLEN, "buckets")
+    assert choose_pair(situation(works=works, max_graphs=9)) == (Mode.VARLEN, "range")
 
 
-@pytest.mark.parametrize(("computed", "expected"), [(1100, ("padded", "range")), (1200, ("varlen", "range"))])
+@pytest.mark.parametrize(("computed", "expected"), [(1100, (Mode.PADDED, "range")), (1200, (Mode.VARLEN, "range"))])
 def test_where_p99_is_below_twice_the_median_a_small_gain_does_not_pay(computed, expected):
     alike = np.array([400] * 50 + [600] * 50)
-    works = {**WORKS, ("padded", "range"): work(computed)}
-    chosen = situation(alike, works=works, pair=("padded", "range"))
+    works = {**WORKS, (Mode.PADDED, "range"): work(computed)}
+    chosen = situation(alike, works=works, pair=(Mode.PADDED, "range"))
     assert choose_pair(chosen) == expected
     assert "below 2: padding may be as good" in by_key(chosen)["mode"].why
 
@@ -131,7 +132,7 @@ def test_speed_up_by_flops_and_beside_it_by_measured_seconds():
 
 def test_calibration_decides_where_steps_cost_more_than_tokens():
     per_step = Calibration(1e-6, 0.0, 1.0, 5.0, 0.0, "m", 1000, "kernel")
-    assert choose_pair(situation(calibration=per_step)) == ("packed", "static")  # 90 steps instead of 100
+    assert choose_pair(situation(calibration=per_step)) == (Mode.PACKED, "static")  # 90 steps instead of 100
 
 
 def test_calibration_tells_seconds_of_an_epoch_and_of_compiling():
@@ -161,9 +162,9 @@ def test_cutting_at_p99_is_told_with_its_price():
 
 
 def test_buckets_are_as_many_as_pay():
-    boundaries = choose_boundaries(situation(), "bucketed")
+    boundaries = choose_boundaries(situation(), Mode.BUCKETED)
     assert boundaries.tolist() == [128, 512, 2048]
-    assert choose_boundaries(situation(max_graphs=4), "bucketed").size == 2
+    assert choose_boundaries(situation(max_graphs=4), Mode.BUCKETED).size == 2
     buckets = by_key(situation())["shapes.row_buckets"]
     assert buckets.numbers["num_buckets"] == 3
     assert buckets.numbers["padding_overhead"] < buckets.numbers["padding_overhead_one_less"]
@@ -173,20 +174,20 @@ def test_buckets_are_as_many_as_pay():
 def test_buckets_that_cost_more_to_compile_than_they_save_are_left_out():
     dear = Calibration(1e-9, 0.0, 0.0, 1000.0, 0.0, "m", 1000, "kernel")
     cheap = Calibration(1.0, 0.0, 0.0, 1e-3, 0.0, "m", 1000, "kernel")
-    assert choose_boundaries(situation(calibration=dear), "bucketed").tolist() == [2048]
-    assert choose_boundaries(situation(calibration=cheap), "bucketed").tolist() == [128, 512, 2048]
+    assert choose_boundaries(situation(calibration=dear), Mode.BUCKETED).tolist() == [2048]
+    assert choose_boundaries(situation(calibration=cheap), Mode.BUCKETED).tolist() == [128, 512, 2048]
 
 
 def test_a_list_of_buckets_ends_where_a_recipe_wants_it():
-    short = situation(np.array([100, 200, 300]), row_buckets=[2048], pair=("bucketed", "range"))
+    short = situation(np.array([100, 200, 300]), row_buckets=[2048], pair=(Mode.BUCKETED, "range"))
     advice = by_key(short)["shapes.row_buckets"]
     assert advice.advised[-1] == 2048
     assert advice.differs
 
 
 def test_the_number_of_buckets_is_advised_where_rows_are_bucketed():
-    works = {("bucketed", "buckets"): work(1000)}
-    chosen = situation(works=works, pair=("bucketed", "buckets"), num_buckets=8)
+    works = {(Mode.BUCKETED, "buckets"): work(1000)}
+    chosen = situation(works=works, pair=(Mode.BUCKETED, "buckets"), num_buckets=8)
     advice = by_key(chosen)["shapes.num_buckets"]
     assert (advice.advised, advice.recipe, advice.differs) == (3, 8, True)
     assert "shapes.num_buckets" not in by_key(situation(num_buckets=8))
@@ -203,16 +204,16 @@ def test_a_budget_that_memory_does_not_hold_is_lowered():
 
 
 def test_rows_are_advised_for_a_padded_recipe():
-    works = {("padded", "range"): work(1000, largest=16384)}
-    chosen = situation(works=works, pair=("padded", "range"), token_budget=None, rows=8)
+    works = {(Mode.PADDED, "range"): work(1000, largest=16384)}
+    chosen = situation(works=works, pair=(Mode.PADDED, "range"), token_budget=None, rows=8)
     advice = by_key(chosen)["batch.rows"]
     assert (advice.advised, advice.recipe, advice.differs) == (8, 8, False)
 
 
 def test_a_learning_rate_is_warned_about_where_steps_change():
     assert "train.learning_rate" not in by_key(situation())
-    works = {**WORKS, ("padded", "static"): work(8000, steps=400)}
-    advice = by_key(situation(works=works, pair=("padded", "static")))["train.learning_rate"]
+    works = {**WORKS, (Mode.PADDED, "static"): work(8000, steps=400)}
+    advice = by_key(situation(works=works, pair=(Mode.PADDED, "static")))["train.learning_rate"]
     assert (advice.advised, advice.recipe) == (2e-3, 1e-3)
     assert advice.numbers == {"tokens_per_step_ratio": 4.0}
     assert "from 2 to 10 real tokens" in advice.why

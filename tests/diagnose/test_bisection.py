@@ -4,11 +4,14 @@ import contextlib
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from ms_varlen.catalogue import explain
+from ms_varlen.cli.app import app
 from ms_varlen.data.store.store import SampleTable
 from ms_varlen.diagnose.align.align import align
 from ms_varlen.errors import RecipeError
+from ms_varlen.modes import Mode
 from ms_varlen.recipe.recipe import load_recipe
 from tests.support.detection import (
     FILE_FAULTS,
@@ -78,7 +81,7 @@ def test_a_fault_of_a_file_is_named_by_the_doctor(recipe, name):
     assert find_in_files(recipe, name)[:2] == ("doctor", FILE_FAULTS[name])
 
 
-@pytest.mark.parametrize("against", ["padded", "bucketed", "packed", "varlen"])
+@pytest.mark.parametrize("against", list(Mode))
 def test_a_healthy_run_agrees_with_every_layout(recipe, against):
     result = align(load_recipe(recipe, []), 2, lambda *_: None, against=against)
     assert (result["passed"], result["bisect"], result["against"]) == (True, None, against)
@@ -93,8 +96,9 @@ def test_a_step_without_a_target_agrees(recipe, monkeypatch):
 
 
 def test_an_unknown_layout_is_refused(recipe):
-    with pytest.raises(RecipeError, match="--against: must be one of padded, bucketed, packed, varlen, got dense"):
-        align(load_recipe(recipe, []), 1, lambda *_: None, against="dense")
+    refused = CliRunner().invoke(app, ["align", str(recipe), "--against", "dense"])
+    assert refused.exit_code == 2
+    assert all(mode.value in refused.output for mode in Mode)
 
 
 def test_the_first_rung_sample_layer_and_tensor_are_given(recipe):
@@ -128,10 +132,10 @@ def test_a_wrong_attention_is_told_from_wrong_lengths_on_the_first_rung(recipe):
 
 def test_the_layout_that_is_wrong_is_named_when_two_are_compared(recipe):
     with plant("attention end three tokens late"):
-        ours = align(load_recipe(recipe, []), 1, lambda *_: None, against="packed")["bisect"]
+        ours = align(load_recipe(recipe, []), 1, lambda *_: None, against=Mode.PACKED)["bisect"]
     with plant("another id"):  # in mode varlen alone
         packed = ["mode=packed", "shapes.kind=static"]
-        other = align(load_recipe(recipe, packed), 1, lambda *_: None, against="varlen")["bisect"]
+        other = align(load_recipe(recipe, packed), 1, lambda *_: None, against=Mode.VARLEN)["bisect"]
     assert ours["code"] == "LEN-WRONG"
     assert other["code"] == "DATA-TOKENS"
     assert other["text"].startswith("the recipe's layout agrees with dense rows, --against varlen does not: ")

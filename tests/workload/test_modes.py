@@ -12,6 +12,7 @@ import pytest
 
 from ms_varlen.diagnose.align.align import align
 from ms_varlen.errors import ShapesError
+from ms_varlen.modes import Mode
 from ms_varlen.recipe.recipe import parse_recipe
 from ms_varlen.train.run import train
 from ms_varlen.workload.workload import describe_plan, prepare
@@ -20,11 +21,11 @@ STEPS = int(os.environ.get("MS_VARLEN_MODES_STEPS", "24"))
 ALIGN_STEPS = int(os.environ.get("MS_VARLEN_MODES_STEPS", "12"))
 PAIRS = [(mode, kind) for mode in ("padded", "bucketed", "packed", "varlen") for kind in ("static", "buckets", "range")]
 SIZES = {
-    ("padded", "buckets"): {"row_buckets": "auto", "num_buckets": 2},
-    ("bucketed", "static"): {"row_buckets": [16, 32, 64]},
-    ("bucketed", "buckets"): {"row_buckets": "auto", "num_buckets": 2},
-    ("packed", "buckets"): {"token_sizes": [64, 128]},
-    ("varlen", "buckets"): {"token_sizes": "auto", "num_buckets": 2},
+    (Mode.PADDED, "buckets"): {"row_buckets": "auto", "num_buckets": 2},
+    (Mode.BUCKETED, "static"): {"row_buckets": [16, 32, 64]},
+    (Mode.BUCKETED, "buckets"): {"row_buckets": "auto", "num_buckets": 2},
+    (Mode.PACKED, "buckets"): {"token_sizes": [64, 128]},
+    (Mode.VARLEN, "buckets"): {"token_sizes": "auto", "num_buckets": 2},
 }
 
 

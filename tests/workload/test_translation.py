@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ms_varlen.modes import Mode
 from ms_varlen.planning.cost import CostModel
 from ms_varlen.planning.work import EpochWork
 from ms_varlen.recipe.recipe import load_recipe
@@ -35,16 +36,16 @@ def test_a_variant_is_a_recipe_and_its_overrides_make_it(path, pair):
 
 def test_the_recipes_own_pair_is_the_recipe():
     recipe = load_recipe(QUICKSTART, ["shapes.min=128"])
-    assert variant(recipe, "varlen", "range", 200.0) == recipe
+    assert variant(recipe, Mode.VARLEN, "range", 200.0) == recipe
     assert overrides_between(recipe, recipe) == []
 
 
 def test_rows_and_budget_stand_for_each_other_by_the_mean_length():
-    rows = variant(load_recipe(QUICKSTART), "padded", "static", mean_length=200.0).batch
+    rows = variant(load_recipe(QUICKSTART), Mode.PADDED, "static", mean_length=200.0).batch
     assert (rows.rows, rows.token_budget, rows.pad_to) == (20, None, "max")
-    budget = variant(load_recipe(PADDED), "varlen", "range", mean_length=400.0).batch
+    budget = variant(load_recipe(PADDED), Mode.VARLEN, "range", mean_length=400.0).batch
     assert (budget.rows, budget.token_budget, budget.pad_to) == (None, 3200, None)
-    at_least = variant(load_recipe(PADDED), "varlen", "range", mean_length=20.0).batch
+    at_least = variant(load_recipe(PADDED), Mode.VARLEN, "range", mean_length=20.0).batch
     assert at_least.token_budget == 2048
 
 

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from ms_varlen.modes import MODES, Mode
 from ms_varlen.planning.buckets import WORTH_A_BUCKET, auto_boundaries, optimal_boundaries
 from ms_varlen.planning.cost import CostModel, DecoderSizes
 from ms_varlen.planning.work import Calibration, EpochWork, memory_estimate
+from ms_varlen.recipe.rules import has_row_buckets
 
-Pair = tuple[str, str]
+Pair = tuple[Mode, str]
 """A mode and a kind of shapes."""
 
 GOOD_ENOUGH = 0.02
@@ -27,18 +29,18 @@ SAME_STEP = 1.25
 """Steps whose tokens differ by at most this factor may keep their learning rate."""
 
 PREFERRED: tuple[Pair, ...] = (
-    ("varlen", "range"),  # lengths in random order, one graph
-    ("packed", "static"),  # one size, and the fastest where dynamic shapes are slow
-    ("varlen", "static"),
-    ("packed", "range"),
-    ("varlen", "buckets"),
-    ("packed", "buckets"),
-    ("bucketed", "static"),
-    ("bucketed", "range"),
-    ("bucketed", "buckets"),
-    ("padded", "range"),
-    ("padded", "static"),
-    ("padded", "buckets"),
+    (Mode.VARLEN, "range"),  # lengths in random order, one graph
+    (Mode.PACKED, "static"),  # one size, and the fastest where dynamic shapes are slow
+    (Mode.VARLEN, "static"),
+    (Mode.PACKED, "range"),
+    (Mode.VARLEN, "buckets"),
+    (Mode.PACKED, "buckets"),
+    (Mode.BUCKETED, "static"),
+    (Mode.BUCKETED, "range"),
+    (Mode.BUCKETED, "buckets"),
+    (Mode.PADDED, "range"),
+    (Mode.PADDED, "static"),
+    (Mode.PADDED, "buckets"),
 )
 """Which of equally cheap pairs is advised: the simplest and the most random one."""
 
@@ -158,7 +160,7 @@ def choose_pair(situation: Situation) -> Pair:
     fast = [pair for pair in fitting if not (situation.slow_range and pair[1] == "range")]
     candidates = fast or fitting or list(situation.works)
     price = {pair: situation.price(pair) for pair in candidates}
-    padded = [pair for pair in candidates if pair[0] == "padded"]
+    padded = [pair for pair in candidates if not pair[0].follows_lengths]
     if padded and _alike(situation) and min(price[p] for p in padded) < PADDING_IS_AS_GOOD * min(price.values()):
         candidates = padded
     cheapest = min(price[pair] for pair in candidates)
@@ -166,13 +168,13 @@ def choose_pair(situation: Situation) -> Pair:
     return situation.pair if situation.pair in good else min(good, key=PREFERRED.index)
 
 
-def choose_boundaries(situation: Situation, mode: str) -> np.ndarray:
+def choose_boundaries(situation: Situation, mode: Mode) -> np.ndarray:
     """Row lengths and how many of them, [K] int64: one more must save more than its graph costs.
 
     Without a calibration they are those that `auto` picks.
 
     Args:
-        mode: "padded" for rows of mixed lengths that are attended to as a whole, any other for rows of like lengths.
+        mode: padded rows have mixed lengths and are attended to as a whole; others have like lengths.
     """
     calibration = situation.calibration
     others = min(work.graphs for work in situation.works.values()) - 1  # graphs that are not of training
@@ -186,9 +188,9 @@ def choose_boundaries(situation: Situation, mode: str) -> np.ndarray:
     return auto_boundaries(counts, of_row.cost, None, most, situation.divisor)
 
 
-def _rows(situation: Situation, mode: str, cost: CostModel) -> tuple[np.ndarray, CostModel]:
+def _rows(situation: Situation, mode: Mode, cost: CostModel) -> tuple[np.ndarray, CostModel]:
     """How often rows are padded to each length or above, and what a row costs."""
-    return (situation.padded_counts, cost) if mode == "padded" else (situation.counts, cost.of_row)
+    return (situation.counts, cost.of_row) if mode.follows_lengths else (situation.padded_counts, cost)
 
 
 def advise(situation: Situation) -> list[Advice]:
@@ -219,7 +221,7 @@ def _mode(situation: Situation, pair: Pair) -> Advice:
     spread = situation.documents["p99"] / situation.documents["p50"]
     best = {mode: situation.works[_best(situation, mode)] for mode in _modes(situation)}
     gains = {mode: situation.speedup(pair, work)["flops"] for mode, work in best.items()}
-    others = ", ".join(f"{mode} {gain:.2f}" for mode, gain in gains.items() if mode != pair[0])
+    others = ", ".join(f"{mode} {gain:.2f}" for mode, gain in gains.items() if mode is not pair[0])
     if _alike(situation):
         rule = f"P99 is {spread:.2f} x the median, below 2: padding may be as good"
     else:
@@ -229,16 +231,16 @@ def _mode(situation: Situation, pair: Pair) -> Advice:
     return Advice("mode", pair[0], situation.pair[0], numbers, why)
 
 
-def _modes(situation: Situation) -> list[str]:
-    return sorted({mode for mode, _ in situation.works}, key=["padded", "bucketed", "packed", "varlen"].index)
+def _modes(situation: Situation) -> list[Mode]:
+    return sorted({mode for mode, _ in situation.works}, key=MODES.index)
 
 
-def _best(situation: Situation, mode: str) -> Pair:
-    return min((pair for pair in situation.works if pair[0] == mode), key=situation.price)
+def _best(situation: Situation, mode: Mode) -> Pair:
+    return min((pair for pair in situation.works if pair[0] is mode), key=situation.price)
 
 
 def _kind(situation: Situation, pair: Pair) -> Advice:
-    kinds = {kind: work for (mode, kind), work in situation.works.items() if mode == pair[0]}
+    kinds = {kind: work for (mode, kind), work in situation.works.items() if mode is pair[0]}
     numbers = {f"{kind}_padding_overhead": 1 / work.token_share - 1 for kind, work in kinds.items()}
     numbers |= {f"{kind}_graphs": work.graphs for kind, work in kinds.items()}
     pads = ", ".join(f"{kind} {1 / work.token_share - 1:.1%} ({work.graphs} graphs)" for kind, work in kinds.items())
@@ -307,7 +309,7 @@ def _row_buckets(situation: Situation, pair: Pair) -> Advice:
 
 
 def _num_buckets(situation: Situation, pair: Pair) -> Advice | None:
-    if situation.num_buckets is None or not (pair[0] == "bucketed" or pair == ("padded", "buckets")):
+    if situation.num_buckets is None or not has_row_buckets(*pair):
         return None
     boundaries = choose_boundaries(situation, pair[0])
     overhead = _row_overhead(_rows(situation, pair[0], situation.cost)[0], boundaries)
@@ -324,23 +326,21 @@ def _row_overhead(counts: np.ndarray, boundaries: np.ndarray) -> float:
 
 def _micro_batch(situation: Situation, pair: Pair) -> Advice:
     work = situation.works[pair]
-    if pair[0] == "padded":
-        key, now, tokens_each = "batch.rows", situation.rows, situation.seq_length
-    else:
-        key, now, tokens_each = "batch.token_budget", situation.token_budget, 1
+    by_rows = pair[0].sized_by_rows
+    now, tokens_each = (situation.rows, situation.seq_length) if by_rows else (situation.token_budget, 1)
     advised = now or work.largest // tokens_each
     numbers = {"tokens_per_step": work.tokens_per_step, "largest_tokens": work.largest}
     why = f"a step has {work.tokens_per_step:,.0f} real tokens on average; T is at most {work.largest:,}"
     if situation.max_memory is not None:
         weights, each = situation.memory(0)["total"], situation.memory(1)["total"] - situation.memory(0)["total"]
         most = int((situation.max_memory - weights) / each)
-        step = tokens_each if pair[0] == "padded" else situation.divisor
+        step = tokens_each if by_rows else situation.divisor
         fits = max(0, most // step * step)
         numbers["largest_tokens_in_memory"] = fits
         why += f"; device.max_memory holds T up to {fits:,}"
         if fits < work.largest:
             advised = max(fits, situation.seq_length) // tokens_each
-    return Advice(key, advised, now, numbers, why)
+    return Advice(pair[0].size_key, advised, now, numbers, why)
 
 
 def _memory(situation: Situation, pair: Pair) -> Advice:

@@ -19,6 +19,7 @@ from ms_varlen.data.store.store import Progress, TokenStore, prepare_store
 from ms_varlen.diagnose.advise.advice import Pair, Situation, advise, choose_pair
 from ms_varlen.errors import DataError, RecipeError
 from ms_varlen.graph.shapes import round_up
+from ms_varlen.modes import MODES
 from ms_varlen.ops.kernel_build import COMPILERS
 from ms_varlen.planning.buckets import batch_maximum_counts
 from ms_varlen.planning.cost import CostModel
@@ -41,7 +42,7 @@ from ms_varlen.workload.workload import SampleLengths, recipe_row_lengths
 WINDOWS = (100, 1_000, 10_000, 100_000)
 CALIBRATION_FILE = "calibration.json"
 DEFAULT_MODEL = {"architecture": "llama", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
-SHARES = ("bucketed", "packed", "varlen")
+SHARES = tuple(mode for mode in MODES if mode.follows_lengths)
 """Modes whose real work is compared with that of padded rows."""
 
 

@@ -19,6 +19,7 @@ from ms_varlen.data.store.store import Progress
 from ms_varlen.diagnose.align.bisection import bisect
 from ms_varlen.diagnose.align.sides import Side, dense_side, other_side, parts_of_other
 from ms_varlen.errors import RecipeError
+from ms_varlen.modes import Mode
 from ms_varlen.ops.compressed_mask import check_compressed_mask
 from ms_varlen.planning.plan import PlanState
 from ms_varlen.recipe.recipe import Recipe
@@ -52,7 +53,7 @@ def align(
     tolerance: float | None = None,
     progress: Progress | None = None,
     start_from: Path | None = None,
-    against: str = "padded",
+    against: Mode = Mode.PADDED,
 ) -> dict[str, Any]:
     """Train both sides for `steps` optimizer steps and compare them.
 
@@ -71,7 +72,7 @@ def align(
         `gradient_max_rel_diff_later`, `first_failed_step`, `passed`, the tolerances, `first_step`, the steps that
         were done before, and `bisect`, where the first failed step begins to differ; None where none failed.
     Raises:
-        RecipeError: a tolerance that is not positive, or no such layout.
+        RecipeError: a tolerance that is not positive.
         VarlenError: the compressed mask does not mean the full one.
     """
     begin = time.perf_counter()
@@ -113,7 +114,7 @@ class Comparison:
         losses: of both sides, by step.
     """
 
-    def __init__(self, ours: Side, other: Side, against: str, tolerance: float | None):
+    def __init__(self, ours: Side, other: Side, against: Mode, tolerance: float | None):
         self._ours, self._other, self._against = ours, other, against
         self._limit = LOSS_TOLERANCE[ours.target] if tolerance is None else tolerance
         self._noise: float | None = 0.0 if tolerance is None else None
@@ -171,13 +172,13 @@ class Comparison:
 
 
 def _where_it_begins(
-    ours: Side, parts: list[np.ndarray], other: Side, other_parts: list[np.ndarray], against: str
+    ours: Side, parts: list[np.ndarray], other: Side, other_parts: list[np.ndarray], against: Mode
 ) -> dict[str, Any]:
     """Both sides of a failed step against dense padded rows, which share nothing with either: the recipe's first."""
     weights = ours.graphs.model_weights()
     dense = dense_side(ours.workload, ours.target)[2]
     found = bisect(ours.workload, parts, weights, ours.graphs.attention, dense)
-    if against == "padded" or found["rung"] is not None:
+    if against is Mode.PADDED or found["rung"] is not None:
         return found
     found = bisect(other.workload, other_parts, weights, other.graphs.attention, dense)
     if found["rung"] is None:

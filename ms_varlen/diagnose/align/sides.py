@@ -6,10 +6,9 @@ import numpy as np
 
 from ms_varlen.batches.dataset import MicroBatches
 from ms_varlen.batches.layout import IGNORE_INDEX, Layout
-from ms_varlen.errors import RecipeError
 from ms_varlen.graph.shapes import TokenShapes, round_up
 from ms_varlen.lengths import SeqLens
-from ms_varlen.modes import MODES, Mode
+from ms_varlen.modes import Mode
 from ms_varlen.ops.dense_attention import declared_dense_columns, dense_attention, dense_columns
 from ms_varlen.planning.windows import divisor_boundaries
 from ms_varlen.train.graphs import AttentionPath, TrainingGraphs
@@ -20,9 +19,6 @@ DENSE_ROWS = 4
 
 MOST_SEGMENTS = 128
 """Of a micro-batch on another side than the padded one."""
-
-
-AGAINST = MODES
 
 
 @dataclasses.dataclass
@@ -98,21 +94,14 @@ def _row_mask(lens: SeqLens) -> dict[str, np.ndarray]:
     return dense_columns(lens.seq_lens, rows, lens.tokens // rows)
 
 
-def other_side(workload: Workload, target: str, mode: str) -> tuple[Workload, str, AttentionPath | None]:
-    """The workload laid out in a mode that is compared with the recipe's; None is the attention of `varlen_attention`.
-
-    Raises:
-        RecipeError: no such mode.
-    """
-    modes = dict(zip(AGAINST, AGAINST, strict=True))
-    if mode not in modes:
-        raise RecipeError([f"--against: must be one of {', '.join(AGAINST)}, got {mode}"], "align")
+def other_side(workload: Workload, target: str, mode: Mode) -> tuple[Workload, str, AttentionPath | None]:
+    """The workload laid out in another mode; the path is None where attention is `varlen_attention`."""
     dense, _, path = dense_side(workload, target)
-    if mode == "padded":
+    if not mode.follows_lengths:
         return dense, target, path
     shapes = dataclasses.replace(dense.shapes, divisor=workload.shapes.divisor, max_segments=MOST_SEGMENTS)
-    row_lengths = dense.layout.row_lengths if mode == "bucketed" else ()
-    layout = Layout(modes[mode], shapes, dense.layout.seq_length, row_lengths=row_lengths)
+    row_lengths = dense.layout.row_lengths if mode.in_rows else ()
+    layout = Layout(mode, shapes, dense.layout.seq_length, row_lengths=row_lengths)
     return dataclasses.replace(workload, shapes=shapes, layout=layout), target, None
 
 
@@ -128,7 +117,7 @@ def parts_of_other(ids: np.ndarray, lengths: np.ndarray, layout: Layout) -> list
     if layout.row_lengths:
         ids = ids[np.argsort(lengths[ids], kind="stable")]  # which computes fewer pads
         return [ids[start : start + DENSE_ROWS] for start in range(0, ids.size, DENSE_ROWS)]
-    if layout.mode == "packed":
+    if layout.mode.policy == "packed":
         ids = ids[np.argsort(-np.asarray(lengths)[ids], kind="stable")]
     capacity, parts = DENSE_ROWS * layout.seq_length, [[int(ids[0])]]
     for sample in ids[1:].tolist():

@@ -123,7 +123,7 @@ def bench_workload(recipe: Recipe, progress: Progress | None = None, world_size:
         RecipeError: no varlen recipe; its plan is what every contender runs.
         DataError: the corpus cannot be used.
     """
-    if recipe.mode != "varlen":
+    if recipe.mode is not Mode.VARLEN:
         raise RecipeError([f"mode: must be varlen for a bench, which pads the same steps too, got {recipe.mode}"])
     train = recipe.train.model_copy(update={"eval_every": None})
     return prepare(recipe.model_copy(update={"train": train}), progress, world_size)

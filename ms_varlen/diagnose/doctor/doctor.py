@@ -22,6 +22,7 @@ from ms_varlen.diagnose.lint.columns import Finding
 from ms_varlen.diagnose.lint.lint import lint_batch
 from ms_varlen.errors import RecipeError, VarlenError
 from ms_varlen.files import folder_fault
+from ms_varlen.modes import Mode
 from ms_varlen.ops.compressed_mask import check_compressed_mask
 from ms_varlen.recipe.recipe import Recipe, load_recipe
 from ms_varlen.workload.summary import epoch_batches
@@ -32,7 +33,7 @@ LONG_TAIL = 4.0
 """A longest document of more than this many P99 is an extreme tail."""
 MUCH_DIRT = 0.02
 """More than this share of removed documents is worth a look."""
-COARSE = {"varlen": 0.15, "packed": 0.15, "bucketed": 0.3}
+COARSE = {Mode.VARLEN: 0.15, Mode.PACKED: 0.15, Mode.BUCKETED: 0.3}
 """More than this share of computed tokens that are padding means sizes are aligned too coarsely, by mode."""
 UNEVEN = 0.05
 MOSTLY = 0.5
@@ -220,7 +221,7 @@ def _batch_finding(workload: Workload, ids: np.ndarray, columns: Columns) -> Fin
     lengths, tokens = np.asarray(table.lengths[ids]), table.gather(ids)
     lens, ends = layout.place(lengths), np.cumsum(lengths)
     edges = tokens[[ends - lengths, ends - 1]]
-    check_micro_batch(columns, lens.starts, lengths, edges, layout.seq_length, layout.mode == "padded")
+    check_micro_batch(columns, lens.starts, lengths, edges, layout.seq_length, not layout.mode.follows_lengths)
     return next(iter(lint_batch({**columns, "attention_mask": lens.real_mask})), None)
 
 
@@ -235,7 +236,7 @@ def plan_checks(workload: Workload) -> Iterator[Check]:
         "plan", GREEN, f"{plan['steps_per_epoch']:,} steps an epoch, pad_ratio {plan['pad_ratio']:.1%}, ledger balanced"
     )
     p50, p99 = plan["lengths"]["p50"], plan["lengths"]["p99"]
-    if recipe.mode != "padded" and p99 < FEW_TIMES * p50:
+    if recipe.mode.follows_lengths and p99 < FEW_TIMES * p50:
         yield Check(
             "plan",
             YELLOW,

@@ -17,6 +17,7 @@ from ms_varlen.data.store.store import Progress
 from ms_varlen.diagnose.doctor.doctor import COARSE
 from ms_varlen.diagnose.doctor.findings import GREEN, YELLOW, Check, worst
 from ms_varlen.graph.shapes import TokenShapes
+from ms_varlen.modes import Mode
 from ms_varlen.planning.cost import CostModel
 from ms_varlen.recipe.recipe import Recipe
 from ms_varlen.train.device import set_up_device
@@ -133,7 +134,7 @@ def run_facts(workload: Workload, timing: Timing) -> dict[str, Any]:
     store = workload.store
     lengths = sampled(SampleLengths(store.train.lengths, store.train.lengths_fingerprint, store.eval.longest))
     cost = CostModel.of_decoder(workload.model_config)
-    padded = variant(recipe, "padded", "range", float(np.mean(lengths.train, dtype=np.float64)))
+    padded = variant(recipe, Mode.PADDED, "range", float(np.mean(lengths.train, dtype=np.float64)))
     own, base = epoch_work(recipe, lengths, cost), epoch_work(padded, lengths, cost)
     speedup = base.per_token(base.flops(cost)) / own.per_token(own.flops(cost))
     graphs = sum(predicted_graphs(workload).values())
