@@ -1,5 +1,6 @@
 """README and docs/: links, anchors, paths and homes of rules exist, and README stays a front page."""
 
+import json
 import re
 from pathlib import Path
 
@@ -70,6 +71,19 @@ def test_architecture_names_the_home_of_each_rule():
     for name, path in homes:
         text = (ROOT / path).read_text(encoding="utf-8")
         assert re.search(rf"^(def|class) {name}\b", text, re.MULTILINE), (name, path)
+
+
+def test_the_speeds_that_are_drawn_are_those_that_were_recorded():
+    run = json.loads((ROOT / "docs/images/speed.json").read_text(encoding="utf-8"))
+    bench = (ROOT / "docs/measurements.md").read_text(encoding="utf-8").split("## Bench")[1].split("\n## ")[0]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert run["command"] in bench.replace("\n", " ")
+    assert run["commit"] in bench
+    assert len(run["contenders"]) > 4
+    for contender in run["contenders"]:
+        speed = f"{contender['value']:,}"
+        assert f"| {speed} |" in bench
+        assert speed in readme.split(".svg)")[0]
 
 
 @pytest.mark.parametrize("name", ["README.md"])
