@@ -6,7 +6,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -175,12 +175,12 @@ def print_columns(
     Console().print()
 
 
-def advised_command(target: str, overrides: list[str] | None, result: dict[str, Any]) -> str:
-    """What trains a recipe as it is advised, ready for a shell."""
-    return shlex.join(["ms-varlen", "train", target, *(overrides or []), *result["advised_overrides"]])
+def advised_command(target: str, overrides: list[str] | None, advised: list[str]) -> str:
+    """The shell command that trains a recipe with the advised overrides."""
+    return shlex.join(["ms-varlen", "train", target, *(overrides or []), *advised])
 
 
-def print_refused(refused: dict[str, str]) -> None:
-    """What is not possible, and why."""
+def print_refused(refused: Mapping[str, str]) -> None:
+    """Print the pairs of mode and shapes that are not possible, and why."""
     for pair, why in refused.items():
         Console().print(f"not possible here: {pair}: {why}", markup=False, soft_wrap=True)

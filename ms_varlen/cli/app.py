@@ -119,16 +119,15 @@ def stats_command(
 
     recipe = stats_recipe(target, tokenizer, seq_length, overrides or [])
     with progress_bars() as bars:
-        result = corpus_stats(target, recipe, store_bar(bars))
-    result["advised_command"] = advised_command(target, overrides, result)
-    if report is not None:
-        result["report"] = str(write_stats_page(result, report))
+        stats = corpus_stats(target, recipe, store_bar(bars))
+    command = advised_command(target, overrides, stats.comparison.advised_overrides)
+    page = {} if report is None else {"report": str(write_stats_page(stats, command, report))}
     if as_json:
-        print(json.dumps(result, allow_nan=False))
+        print(json.dumps({**stats.to_json(), "advised_command": command, **page}, allow_nan=False))
         return
-    for table in stats_tables(result):
+    for table in stats_tables(stats, command):
         print_columns(table.title, list(table.head), table.rows, list(table.notes), table.wide)
-    print_refused(result["refused"])
+    print_refused(stats.comparison.refused)
 
 
 @app.command("data")
@@ -174,29 +173,30 @@ def plan_command(
 ) -> None:
     """Show what a recipe would run: steps, sizes, graphs, padding, balance, ledger, and advice. Needs no MindSpore."""
     loaded = load_recipe(recipe, overrides or [])
-    from ms_varlen.diagnose.advise.stats import plan_advice
+    from ms_varlen.diagnose.advise.stats import Comparison
     from ms_varlen.diagnose.pages.planning_pages import plan_tables, write_plan_page
-    from ms_varlen.workload.workload import describe_plan, prepare
+    from ms_varlen.workload.summary import PlanSummary
+    from ms_varlen.workload.workload import prepare
 
     with progress_bars() as bars:
         workload = prepare(loaded, store_bar(bars), world_size)
-    plan = describe_plan(workload) | plan_advice(loaded, workload.store, world_size)
-    plan["advised_command"] = advised_command(str(recipe), overrides, plan)
+    plan = PlanSummary.of(workload)
+    comparison = Comparison.of(loaded, workload.store, own=True, world_size=world_size)
+    command = advised_command(str(recipe), overrides, comparison.advised_overrides)
+    values, page = plan.to_json(), {}
     if report is not None:
-        plan["report"] = str(write_plan_page(recipe.name, workload, plan, report))
+        page["report"] = str(write_plan_page(recipe.name, workload, plan, comparison, command, report))
     if as_json:
-        print(json.dumps(plan, allow_nan=False))
+        print(json.dumps({**values, **comparison.to_json(), "advised_command": command, **page}, allow_nan=False))
         return
-    lengths = {key: value for key, value in plan["lengths"].items() if key != "histogram"}
+    lengths = {key: value for key, value in plan.lengths.items() if key != "histogram"}
     print_table("lengths of the training samples, tokens", lengths)
-    print_table("documents and tokens in cleaning", plan["cleaning"])
-    shown_apart = ("lengths", "cleaning", "ledger", "modes", "shares", "windows", "advice", "refused")
-    elsewhere = ("advised_overrides", "advised_command", "decided_by", "calibration_note", "planned_on_samples")
-    shown = {key: value for key, value in plan.items() if key not in (*shown_apart, *elsewhere)}
-    print_table("plan of the first epoch", shown)
-    for table in plan_tables(plan):
+    print_table("documents and tokens in cleaning", values["cleaning"])
+    shown = {key: value for key, value in values.items() if key not in ("lengths", "cleaning", "ledger")}
+    print_table("plan of the first epoch", {**shown, **page})
+    for table in plan_tables(plan, comparison, command):
         print_columns(table.title, list(table.head), table.rows, list(table.notes), table.wide)
-    print_refused(plan["refused"])
+    print_refused(comparison.refused)
 
 
 @app.command("mindformers-recipe")

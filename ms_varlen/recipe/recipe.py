@@ -25,6 +25,7 @@ from ms_varlen.modes import Mode, ModeKey
 from ms_varlen.planning.config import BatchConfig
 from ms_varlen.recipe.rules import rule_faults
 from ms_varlen.recipe.sections import DeviceConfig, TrainConfig
+from ms_varlen.recipe.sizes import Sizes
 from ms_varlen.recipe.yaml_text import apply_overrides, read_recipe_file
 
 
@@ -47,6 +48,16 @@ class Recipe(BaseModel):
     graph: GraphConfig = Field(default_factory=GraphConfig)
     checkpoint: CheckpointConfig
     device: DeviceConfig = Field(default_factory=DeviceConfig)
+
+    @property
+    def sizes(self) -> Sizes:
+        """The keys that size micro-batches, gathered from their sections."""
+        return Sizes(
+            mode=self.mode,
+            seq_length=self.model.seq_length,
+            **self.batch.model_dump(exclude={"micro_batches"}),
+            **self.shapes.model_dump(),
+        )
 
     def resolved(self) -> dict[str, Any]:
         """Plain nested values with every default filled in: what ``recipe.yaml`` holds and fingerprints are made of.

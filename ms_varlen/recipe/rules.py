@@ -1,6 +1,6 @@
-"""Rules between keys of a recipe. Each names the keys it needs and runs only where all of them are valid.
+"""Rules between keys of a recipe. A rule that reads a wrong, unknown or missing key stays silent.
 
-So one fault never causes a second: a rule whose keys are wrong, unknown or missing stays silent.
+So one fault never causes a second. Rules about sizes read a `Sizes`; the others name the keys that they take.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,42 +9,195 @@ from typing import Any
 
 from ms_varlen.data.config import BYTES, PYDOC, DataConfig, missing_files
 from ms_varlen.faults import Fault, shown
-from ms_varlen.graph.shapes import TokenShapes
+from ms_varlen.models.config import DecoderConfig
 from ms_varlen.modes import Mode
-from ms_varlen.recipe.model_rules import MODEL_RULES
+from ms_varlen.recipe.sizes import Listed, Sizes
 
 
-def _one_length(seq_length: int, max_position_embeddings: int) -> Iterator[Fault]:
-    if seq_length != max_position_embeddings:
+def _rows_fit_mode(sizes: Sizes) -> Iterator[Fault]:
+    if sizes.mode.sized_by_rows and sizes.rows is None:
+        yield Fault("batch.rows", "must be a whole number >= 1 in a padded recipe, but is missing; set batch.rows=8")
+    if not sizes.mode.sized_by_rows and sizes.rows is not None:
         yield Fault(
-            "model.max_position_embeddings",
-            f"must equal model.seq_length ({seq_length}), got {max_position_embeddings}; set both to the longest "
-            "sequence to train",
+            "batch.rows",
+            f"must be left out in a {sizes.mode} recipe, got {sizes.rows}; batch.token_budget sizes its micro-batches",
         )
 
 
-def _lengths_followed(mode: Mode, variable_seq_lengths: bool) -> Iterator[Fault]:
-    if variable_seq_lengths != mode.follows_lengths:
-        wanted, other = ("true", Mode.PADDED) if mode.follows_lengths else ("false", Mode.VARLEN)
+def _window_fits_mode(sizes: Sizes) -> Iterator[Fault]:
+    if sizes.window is not None and (sizes.mode is not Mode.PADDED or sizes.pad_to != "batch"):
         yield Fault(
-            "model.variable_seq_lengths",
-            f"must be {wanted} in a {mode} recipe, got {shown(variable_seq_lengths)}; set it to {wanted}, or choose "
-            f"mode: {other}",
+            "batch.window",
+            f"is only allowed in padded recipes with batch.pad_to batch, got {sizes.window}; elsewhere sorting within "
+            "windows saves no padding: set it to null",
         )
 
 
-def _rows_fit_mode(mode: Mode, rows: int | None) -> Iterator[Fault]:
-    if mode.sized_by_rows and rows is None:
+def _budget_holds_a_sequence(sizes: Sizes) -> Iterator[Fault]:
+    budget = sizes.token_budget
+    if not sizes.mode.sized_by_rows and budget is not None and budget < sizes.seq_length:
         yield Fault(
-            "batch.rows", "must be a whole number >= 1 in a padded recipe, but is missing; set batch.rows=8, say"
-        )
-    if not mode.sized_by_rows and rows is not None:
-        yield Fault(
-            "batch.rows", f"must be left out in a {mode} recipe, got {rows}; batch.token_budget sizes its micro-batches"
+            "batch.token_budget",
+            f"must be >= model.seq_length ({sizes.seq_length}), got {budget}; raise it, or lower model.seq_length",
         )
 
 
-def _budget_fits_mode(mode: Mode, written: int | None, budget: int | None, rows: int | None) -> Iterator[Fault]:
+def _budget_divides(sizes: Sizes) -> Iterator[Fault]:
+    if not sizes.mode.sized_by_rows and sizes.token_budget is not None and sizes.token_budget % sizes.divisor:
+        yield Fault("batch.token_budget", _not_a_multiple(sizes.token_budget, sizes.divisor))
+
+
+def _segments_hold_the_rows(sizes: Sizes) -> Iterator[Fault]:
+    if sizes.mode.sized_by_rows and sizes.rows is not None and sizes.rows > sizes.max_segments:
+        yield Fault(
+            "batch.rows",
+            f"must be <= batch.max_segments ({sizes.max_segments}), since each row is a segment, got {sizes.rows}; "
+            "lower it, or raise batch.max_segments (up to 1024)",
+        )
+
+
+def _segments_hold_the_tail(sizes: Sizes) -> Iterator[Fault]:
+    if sizes.mode.sized_by_rows or sizes.token_budget is None or sizes.smallest > sizes.token_budget:
+        return
+    needed = sizes.tail_segments + (2 if sizes.mode.splits_rows else 1)
+    if sizes.max_segments < needed:
+        yield Fault(
+            "batch.max_segments",
+            f"must be >= {needed} (one sample, and the longest padded tail), got {sizes.max_segments}; raise it",
+        )
+
+
+def _rows_have_their_lengths(sizes: Sizes) -> Iterator[Fault]:
+    if sizes.kind == "static" and sizes.mode.sized_by_rows and sizes.pad_to == "batch":
+        yield Fault("batch.pad_to", "must be max with shapes.kind static, got batch; use max, or shapes.kind=range")
+    if sizes.kind == "buckets" and sizes.mode.sized_by_rows and sizes.pad_to == "max":
+        yield Fault("batch.pad_to", "must be batch with shapes.kind buckets, got max; use batch, or shapes.kind=static")
+
+
+def _sizes_fit_mode(sizes: Sizes) -> Iterator[Fault]:
+    of_recipe = f"must be null in a {sizes.mode} recipe with shapes.kind {sizes.kind}"
+    if sizes.row_buckets is not None and not sizes.has_row_buckets:
+        yield Fault(
+            "shapes.row_buckets",
+            f"{of_recipe}, got {sizes.row_buckets}; it is for bucketed recipes, and padded ones with kind buckets",
+        )
+    if sizes.token_sizes is not None and not sizes.has_token_sizes:
+        yield Fault(
+            "shapes.token_sizes",
+            f"{of_recipe}, got {sizes.token_sizes}; it is for varlen and packed recipes with kind buckets",
+        )
+
+
+def _row_buckets_are_in_order(sizes: Sizes) -> Iterator[Fault]:
+    if sizes.has_row_buckets:
+        limit = sizes.seq_length
+        yield from _list_faults("shapes.row_buckets", sizes.row_buckets, sizes.divisor, "model.seq_length", limit)
+
+
+def _token_sizes_are_in_order(sizes: Sizes) -> Iterator[Fault]:
+    limit = sizes.token_budget
+    if sizes.has_token_sizes and limit is not None:
+        yield from _list_faults("shapes.token_sizes", sizes.token_sizes, sizes.divisor, "batch.token_budget", limit)
+
+
+def _list_faults(path: str, listed: Listed, divisor: int, limit_path: str, limit: int) -> Iterator[Fault]:
+    if not isinstance(listed, list):
+        return
+    for i, size in enumerate(listed):
+        if size < 1 or size % divisor:
+            yield Fault(f"{path}[{i}]", _not_a_multiple(size, divisor))
+            return
+        if i and size <= listed[i - 1]:
+            yield Fault(f"{path}[{i}]", f"must be > the size before it ({listed[i - 1]}), got {size}; sort the list")
+            return
+    if not listed or listed[-1] != limit:
+        found = listed[-1] if listed else "an empty list"
+        yield Fault(path, f"must end with {limit_path} ({limit}), got {found}; every sample needs a size that holds it")
+
+
+def _num_buckets_is_used(sizes: Sizes) -> Iterator[Fault]:
+    listed = isinstance(sizes.row_buckets, list) or isinstance(sizes.token_sizes, list)
+    if sizes.num_buckets is not None and (listed or not (sizes.kind == "buckets" or sizes.has_row_buckets)):
+        yield Fault(
+            "shapes.num_buckets",
+            f"must be null unless sizes are picked (auto), got {sizes.num_buckets}; it is for shapes.kind buckets and "
+            "bucketed recipes without a list of their own",
+        )
+
+
+def _max_holds_a_micro_batch(sizes: Sizes) -> Iterator[Fault]:
+    largest, found = sizes.largest, sizes.max
+    if found is None or largest is None or found == largest:
+        return
+    source = "batch.rows * model.seq_length" if sizes.mode.sized_by_rows else "batch.token_budget"
+    if sizes.kind == "static" or found < largest:
+        sign = "equal" if sizes.kind == "static" else "be >="
+        yield Fault("shapes.max", f"must {sign} {source} ({largest}), got {found}; set it to that or leave it out")
+    elif found % sizes.divisor:
+        yield Fault("shapes.max", _not_a_multiple(found, sizes.divisor))
+
+
+def _min_divides(sizes: Sizes) -> Iterator[Fault]:
+    if sizes.min is not None and sizes.min % sizes.divisor:
+        yield Fault("shapes.min", _not_a_multiple(sizes.min, sizes.divisor))
+
+
+def _range_is_open(sizes: Sizes) -> Iterator[Fault]:
+    largest = sizes.max or sizes.largest
+    if sizes.kind != "range" or largest is None or sizes.smallest < largest:
+        return
+    # MindSpore drops a Symbol's max that is not above its min, and the size would have no bound.
+    yield Fault(
+        "shapes.divisor" if sizes.min is None else "shapes.min",
+        f"must be < the largest size ({largest} tokens), got {sizes.smallest}; lower it or use shapes.kind=static",
+    )
+
+
+def _min_fits_rows(sizes: Sizes) -> Iterator[Fault]:
+    if sizes.kind != "range" or not sizes.mode.sized_by_rows or not sizes.rows or sizes.min is None:
+        return
+    smallest = sizes.rows * sizes.divisor
+    if sizes.min > smallest:
+        yield Fault(
+            "shapes.min",
+            f"must be <= batch.rows * shapes.divisor ({smallest}, the smallest micro-batch), got {sizes.min}; lower it "
+            "or leave it out",
+        )
+
+
+def _rows_divide(sizes: Sizes) -> Iterator[Fault]:
+    if sizes.mode.in_rows and sizes.seq_length % sizes.divisor:
+        yield Fault("model.seq_length", _not_a_multiple(sizes.seq_length, sizes.divisor))
+
+
+def _not_a_multiple(value: int, divisor: int) -> str:
+    below = value // divisor * divisor
+    near = f"{below} or {below + divisor}" if below else f"{divisor}"
+    return f"must be a multiple of shapes.divisor ({divisor}), got {value}; use {near}, or another divisor"
+
+
+SIZE_RULES: tuple[Callable[[Sizes], Iterator[Fault]], ...] = (
+    _rows_fit_mode,
+    _window_fits_mode,
+    _budget_holds_a_sequence,
+    _budget_divides,
+    _segments_hold_the_rows,
+    _segments_hold_the_tail,
+    _rows_have_their_lengths,
+    _sizes_fit_mode,
+    _row_buckets_are_in_order,
+    _token_sizes_are_in_order,
+    _num_buckets_is_used,
+    _max_holds_a_micro_batch,
+    _min_divides,
+    _range_is_open,
+    _min_fits_rows,
+    _rows_divide,
+)
+
+
+def _budget_fits_mode(mode_name: str, written: int | None, budget: int | None, rows: int | None) -> Iterator[Fault]:
+    mode = Mode(mode_name)
     if mode.sized_by_rows and written is not None:
         yield Fault(
             "batch.token_budget",
@@ -57,197 +210,30 @@ def _budget_fits_mode(mode: Mode, written: int | None, budget: int | None, rows:
         )
 
 
-def _pad_to_fits_mode(mode: Mode, written: str | None) -> Iterator[Fault]:
-    if not mode.sized_by_rows and written is not None:
-        yield Fault("batch.pad_to", f"must be left out (null) in a {mode} recipe, got {written}; it is for padded rows")
-
-
-def _window_fits_mode(mode: Mode, window: int | None, pad_to: str | None) -> Iterator[Fault]:
-    if window is not None and (not mode.sized_by_rows or pad_to != "batch"):
+def _pad_to_fits_mode(mode_name: str, written: str | None) -> Iterator[Fault]:
+    if not Mode(mode_name).sized_by_rows and written is not None:
         yield Fault(
-            "batch.window",
-            f"must be null but for padded recipes with batch.pad_to batch, got {window}; only there does sorting "
-            "within windows save padding",
+            "batch.pad_to", f"must be left out (null) in a {mode_name} recipe, got {written}; it is for padded rows"
         )
 
 
-def _budget_holds_a_sequence(mode: Mode, budget: int | None, seq_length: int) -> Iterator[Fault]:
-    if not mode.sized_by_rows and budget is not None and budget < seq_length:
+def _one_length(seq_length: int, max_position_embeddings: int) -> Iterator[Fault]:
+    if seq_length != max_position_embeddings:
         yield Fault(
-            "batch.token_budget",
-            f"must be >= model.seq_length ({seq_length}), got {budget}; raise it, or lower model.seq_length",
+            "model.max_position_embeddings",
+            f"must equal model.seq_length ({seq_length}), got {max_position_embeddings}; set both to the longest "
+            "sequence to train",
         )
 
 
-def _budget_divides(mode: Mode, budget: int | None, divisor: int) -> Iterator[Fault]:
-    if not mode.sized_by_rows and budget is not None and budget % divisor:
-        yield Fault("batch.token_budget", _not_a_multiple(budget, divisor))
-
-
-def _rows_divide(mode: Mode, seq_length: int, divisor: int) -> Iterator[Fault]:
-    if mode.in_rows and seq_length % divisor:
-        yield Fault("model.seq_length", _not_a_multiple(seq_length, divisor))
-
-
-def largest_tokens(mode: Mode, budget: int | None, rows: int | None, seq_length: int) -> int | None:
-    """The largest T of a micro-batch, in tokens; None where the key that sizes the mode is missing."""
-    if not mode.sized_by_rows:
-        return budget
-    return None if rows is None else rows * seq_length
-
-
-def _max_holds_a_micro_batch(
-    kind: str, shape_max: int | None, divisor: int, mode: Mode, budget: int | None, rows: int | None, seq_length: int
-) -> Iterator[Fault]:
-    largest = largest_tokens(mode, budget, rows, seq_length)
-    if shape_max is None or largest is None or shape_max == largest:
-        return
-    source = "batch.rows * model.seq_length" if mode.sized_by_rows else "batch.token_budget"
-    if kind == "static" or shape_max < largest:
-        sign = "equal" if kind == "static" else "be >="
-        yield Fault("shapes.max", f"must {sign} {source} ({largest}), got {shape_max}; set it to that or leave it out")
-    elif shape_max % divisor:
-        yield Fault("shapes.max", _not_a_multiple(shape_max, divisor))
-
-
-def _min_divides(shape_min: int | None, divisor: int) -> Iterator[Fault]:
-    if shape_min is not None and shape_min % divisor:
-        yield Fault("shapes.min", _not_a_multiple(shape_min, divisor))
-
-
-def _range_is_open(
-    kind: str,
-    shape_min: int | None,
-    shape_max: int | None,
-    divisor: int,
-    mode: Mode,
-    budget: int | None,
-    rows: int | None,
-    seq_length: int,
-) -> Iterator[Fault]:
-    largest = shape_max or largest_tokens(mode, budget, rows, seq_length)
-    smallest = shape_min or divisor
-    if kind != "range" or largest is None or smallest < largest:
-        return
-    # MindSpore drops a Symbol's max that is not above its min, and the size would have no bound.
-    yield Fault(
-        "shapes.divisor" if shape_min is None else "shapes.min",
-        f"must be < the largest size ({largest} tokens), got {smallest}; lower it or use shapes.kind=static",
-    )
-
-
-def _min_fits_rows(kind: str, shape_min: int | None, divisor: int, mode: Mode, rows: int | None) -> Iterator[Fault]:
-    if kind == "range" and mode.sized_by_rows and rows and shape_min is not None and shape_min > rows * divisor:
+def _lengths_followed(mode_name: str, variable_seq_lengths: bool) -> Iterator[Fault]:
+    follows = Mode(mode_name).follows_lengths
+    if variable_seq_lengths != follows:
+        wanted, other = ("true", Mode.PADDED) if follows else ("false", Mode.VARLEN)
         yield Fault(
-            "shapes.min",
-            f"must be <= batch.rows * shapes.divisor ({rows * divisor}, the smallest micro-batch), got {shape_min}; "
-            "lower it or leave it out",
-        )
-
-
-def _rows_have_their_lengths(kind: str, mode: Mode, pad_to: str | None) -> Iterator[Fault]:
-    if kind == "static" and mode.sized_by_rows and pad_to == "batch":
-        yield Fault("batch.pad_to", "must be max with shapes.kind static, got batch; use max, or shapes.kind=range")
-    if kind == "buckets" and mode.sized_by_rows and pad_to == "max":
-        yield Fault("batch.pad_to", "must be batch with shapes.kind buckets, got max; use batch, or shapes.kind=static")
-
-
-def _sizes_fit_mode(
-    kind: str, mode: Mode, row_buckets: list[int] | str | None, token_sizes: list[int] | str | None
-) -> Iterator[Fault]:
-    if row_buckets is not None and not has_row_buckets(mode, kind):
-        yield Fault(
-            "shapes.row_buckets",
-            f"must be null in a {mode} recipe with shapes.kind {kind}, got {row_buckets}; it is for bucketed recipes, "
-            "and padded ones with kind buckets",
-        )
-    if token_sizes is not None and not (kind == "buckets" and not mode.in_rows):
-        yield Fault(
-            "shapes.token_sizes",
-            f"must be null in a {mode} recipe with shapes.kind {kind}, got {token_sizes}; it is for varlen and packed "
-            "recipes with kind buckets",
-        )
-
-
-def has_row_buckets(mode: Mode, kind: str) -> bool:
-    """Whether rows of a recipe have a few lengths: those of `shapes.row_buckets`."""
-    return mode.splits_rows or (mode.in_rows and kind == "buckets")
-
-
-def _row_buckets_are_in_order(
-    kind: str, mode: Mode, divisor: int, seq_length: int, row_buckets: list[int] | str | None
-) -> Iterator[Fault]:
-    if has_row_buckets(mode, kind):
-        yield from _list_faults("shapes.row_buckets", row_buckets, divisor, "model.seq_length", seq_length)
-
-
-def _token_sizes_are_in_order(
-    kind: str, divisor: int, mode: Mode, budget: int | None, token_sizes: list[int] | str | None
-) -> Iterator[Fault]:
-    if kind == "buckets" and not mode.in_rows and budget is not None:
-        yield from _list_faults("shapes.token_sizes", token_sizes, divisor, "batch.token_budget", budget)
-
-
-def _list_faults(
-    path: str, sizes: list[int] | str | None, divisor: int, limit_path: str, limit: int
-) -> Iterator[Fault]:
-    if not isinstance(sizes, list):
-        return
-    for i, size in enumerate(sizes):
-        if size < 1 or size % divisor:
-            yield Fault(f"{path}[{i}]", _not_a_multiple(size, divisor))
-            return
-        if i and size <= sizes[i - 1]:
-            yield Fault(f"{path}[{i}]", f"must be > the size before it ({sizes[i - 1]}), got {size}; sort the list")
-            return
-    if not sizes or sizes[-1] != limit:
-        found = sizes[-1] if sizes else "an empty list"
-        yield Fault(path, f"must end with {limit_path} ({limit}), got {found}; every sample needs a size that holds it")
-
-
-def _num_buckets_is_used(
-    kind: str,
-    mode: Mode,
-    row_buckets: list[int] | str | None,
-    token_sizes: list[int] | str | None,
-    num_buckets: int | None,
-) -> Iterator[Fault]:
-    listed = isinstance(row_buckets, list) or isinstance(token_sizes, list)
-    if num_buckets is not None and (listed or not (kind == "buckets" or has_row_buckets(mode, kind))):
-        yield Fault(
-            "shapes.num_buckets",
-            f"must be null unless sizes are picked (auto), got {num_buckets}; it is for shapes.kind buckets and "
-            "bucketed recipes without a list of their own",
-        )
-
-
-def _segments_hold_the_tail(
-    mode: Mode, kind: str, shape_min: int | None, divisor: int, budget: int | None, seq_length: int, max_segments: int
-) -> Iterator[Fault]:
-    smallest = shape_min or divisor
-    if mode.sized_by_rows or budget is None or smallest > budget:
-        return
-    # A bucketed row is two segments, its sample and its own tail.
-    needed = tail_segments(kind, smallest, budget, divisor, seq_length) + (2 if mode.splits_rows else 1)
-    if max_segments < needed:
-        yield Fault(
-            "batch.max_segments",
-            f"must be >= {needed} (one sample, and the longest padded tail), got {max_segments}; raise it",
-        )
-
-
-def tail_segments(kind: str, smallest: int, budget: int, divisor: int, seq_length: int) -> int:
-    """The most segments of a padded tail; of a few sizes not known yet, as much as of one."""
-    one_size = "range" if kind == "range" else "static"
-    return TokenShapes(one_size, smallest, budget, divisor, max_segments=1).tail_segments(seq_length)
-
-
-def _segments_hold_the_rows(mode: Mode, rows: int | None, max_segments: int) -> Iterator[Fault]:
-    if mode.sized_by_rows and rows is not None and rows > max_segments:
-        yield Fault(
-            "batch.rows",
-            f"must be <= batch.max_segments ({max_segments}), since each row is a segment, got {rows}; lower it, or "
-            "raise batch.max_segments (up to 1024)",
+            "model.variable_seq_lengths",
+            f"must be {wanted} in a {mode_name} recipe, got {shown(variable_seq_lengths)}; set it to {wanted}, or "
+            f"choose mode: {other}",
         )
 
 
@@ -255,6 +241,46 @@ def _shortest_fits(min_tokens: int, seq_length: int) -> Iterator[Fault]:
     if min_tokens > seq_length:
         yield Fault(
             "data.min_tokens", f"must be <= model.seq_length ({seq_length}), got {min_tokens}; no sample would be left"
+        )
+
+
+def _heads_fit_ascend(target: str, config: DecoderConfig) -> Iterator[Fault]:
+    if target != "Ascend":
+        return
+    if config.head_dim % 16 or config.head_dim > 512:
+        yield Fault(
+            "model.config.head_dim",
+            f"must be a multiple of 16 and <= 512 on Ascend, got {config.head_dim}; change it or hidden_size",
+        )
+    if config.num_attention_heads > 256:
+        yield Fault(
+            "model.config.num_attention_heads", f"must be <= 256 on Ascend, got {config.num_attention_heads}; lower it"
+        )
+
+
+def _model_has_the_positions(config: DecoderConfig, seq_length: int) -> Iterator[Fault]:
+    if config.max_position_embeddings is not None and seq_length > config.max_position_embeddings:
+        yield Fault(
+            "model.seq_length",
+            f"must be <= model.config.max_position_embeddings ({config.max_position_embeddings}, what the model was "
+            f"made for), got {seq_length}; lower it, and model.max_position_embeddings with it",
+        )
+
+
+def _window_holds_a_sequence(config: DecoderConfig, seq_length: int) -> Iterator[Fault]:
+    if config.sliding_window is not None and seq_length > config.sliding_window:
+        yield Fault(
+            "model.seq_length",
+            f"must be <= model.config.sliding_window ({config.sliding_window} tokens; attention here sees the whole "
+            f"sequence), got {seq_length}; lower it, or choose a model without a sliding window",
+        )
+
+
+def _weights_exist(init_from: str | None) -> Iterator[Fault]:
+    if init_from is not None and not Path(init_from).expanduser().is_dir():
+        yield Fault(
+            "model.init_from",
+            f"must be an existing folder of safetensors files or null, got {init_from}; correct the path",
         )
 
 
@@ -315,61 +341,30 @@ def _cache_is_no_file(compile_cache: str) -> Iterator[Fault]:
         )
 
 
-def _not_a_multiple(value: int, divisor: int) -> str:
-    below = value // divisor * divisor
-    near = f"{below} or {below + divisor}" if below else f"{divisor}"
-    return f"must be a multiple of shapes.divisor ({divisor}), got {value}; use {near}, or another divisor"
+KeyRules = tuple[tuple[Callable[..., Iterator[Fault]], tuple[str, ...]], ...]
+"""Rules and the keys that each takes, in this order. ``key?`` is the value as written, None if the key was left out."""
 
-
-_SIZE = ("mode", "batch.token_budget", "batch.rows", "model.seq_length")
-
-RULES: tuple[tuple[Callable[..., Iterator[Fault]], tuple[str, ...]], ...] = (
+DATA_RULES: KeyRules = (
     (_source_exists, ("data.source",)),
     (_validation_source_exists, ("data.validation_source",)),
     (_tokenizer_exists, ("data.tokenizer",)),
     (_shortest_fits, ("data.min_tokens", "model.seq_length")),
-    (_rows_fit_mode, ("mode", "batch.rows")),
+)
+RULES: KeyRules = (
     (_budget_fits_mode, ("mode", "batch.token_budget?", "batch.token_budget", "batch.rows")),
     (_pad_to_fits_mode, ("mode", "batch.pad_to?")),
-    (_budget_holds_a_sequence, ("mode", "batch.token_budget", "model.seq_length")),
-    (_budget_divides, ("mode", "batch.token_budget", "shapes.divisor")),
-    (_segments_hold_the_rows, ("mode", "batch.rows", "batch.max_segments")),
-    (
-        _segments_hold_the_tail,
-        (
-            "mode",
-            "shapes.kind",
-            "shapes.min",
-            "shapes.divisor",
-            "batch.token_budget",
-            "model.seq_length",
-            "batch.max_segments",
-        ),
-    ),
-    (_window_fits_mode, ("mode", "batch.window", "batch.pad_to")),
-    (_rows_have_their_lengths, ("shapes.kind", "mode", "batch.pad_to")),
-    (_sizes_fit_mode, ("shapes.kind", "mode", "shapes.row_buckets", "shapes.token_sizes")),
-    (_row_buckets_are_in_order, ("shapes.kind", "mode", "shapes.divisor", "model.seq_length", "shapes.row_buckets")),
-    (_token_sizes_are_in_order, ("shapes.kind", "shapes.divisor", "mode", "batch.token_budget", "shapes.token_sizes")),
-    (
-        _num_buckets_is_used,
-        ("shapes.kind", "mode", "shapes.row_buckets", "shapes.token_sizes", "shapes.num_buckets"),
-    ),
-    (_max_holds_a_micro_batch, ("shapes.kind", "shapes.max", "shapes.divisor", *_SIZE)),
-    (_min_divides, ("shapes.min", "shapes.divisor")),
-    (_range_is_open, ("shapes.kind", "shapes.min", "shapes.max", "shapes.divisor", *_SIZE)),
-    (_min_fits_rows, ("shapes.kind", "shapes.min", "shapes.divisor", "mode", "batch.rows")),
     (_one_length, ("model.seq_length", "model.max_position_embeddings")),
     (_lengths_followed, ("mode", "model.variable_seq_lengths")),
-    (_rows_divide, ("mode", "model.seq_length", "shapes.divisor")),
-    *MODEL_RULES,
+    (_heads_fit_ascend, ("device.target", "model.config")),
+    (_model_has_the_positions, ("model.config", "model.seq_length")),
+    (_window_holds_a_sequence, ("model.config", "model.seq_length")),
+    (_weights_exist, ("model.init_from",)),
     (_evaluation_has_documents, ("train.eval_every", "data.eval_fraction", "data.validation_source")),
     (_graphs_fit, ("graph.mode", "graph.max_graphs", "train.eval_every")),
     (_cache_is_no_file, ("graph.compile_cache",)),
     (_output_is_no_file, ("checkpoint.output_dir",)),
     (_resume_exists, ("checkpoint.resume",)),
 )
-"""Each rule and the keys it takes, in this order. ``key?`` is the value as written, None where the key was left out."""
 
 
 def rule_faults(values: dict[str, Any]) -> list[Fault]:
@@ -378,11 +373,21 @@ def rule_faults(values: dict[str, Any]) -> list[Fault]:
     Args:
         values: by YAML path, the value of every key that is valid by itself, defaults filled in.
     """
-    if "mode" in values:
-        values = values | {"mode": Mode(values["mode"])}
-    return [
-        fault
-        for rule, needs in RULES
-        if all(need in values for need in needs)
-        for fault in rule(*(values[need] for need in needs))
-    ]
+    sizes = Sizes.from_values(values)
+    of_sizes = [fault for rule in SIZE_RULES for fault in _of_valid_sizes(rule, sizes)]
+    return [*_of_valid_keys(DATA_RULES, values), *of_sizes, *_of_valid_keys(RULES, values)]
+
+
+def _of_valid_keys(rules: KeyRules, values: dict[str, Any]) -> Iterator[Fault]:
+    for rule, keys in rules:
+        if all(key in values for key in keys):
+            yield from rule(*(values[key] for key in keys))
+
+
+def _of_valid_sizes(rule: Callable[[Sizes], Iterator[Fault]], sizes: Sizes) -> list[Fault]:
+    try:
+        return list(rule(sizes))
+    except AttributeError as error:
+        if error.obj is not sizes:
+            raise
+        return []

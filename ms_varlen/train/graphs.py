@@ -33,7 +33,7 @@ from ms_varlen.ops.kernel_build import kernel_library
 from ms_varlen.ranks.collectives import SumOverRanks
 from ms_varlen.train.device import ASCEND
 from ms_varlen.train.step import AccumulateGradients, ApplyGradients, EvaluateLoss, clear
-from ms_varlen.workload.workload import Workload, predicted_graphs
+from ms_varlen.workload.workload import Workload
 
 logger = logging.getLogger("ms_varlen")
 
@@ -137,7 +137,7 @@ class TrainingGraphs:
     def _declare(self, declare: bool) -> CompileWatch:
         """Tell each cell its sizes and predict its graphs."""
         workload = self._workload
-        graph, expected = workload.recipe.graph, predicted_graphs(workload)
+        graph, expected = workload.recipe.graph, workload.predicted_graphs
         if not declare:
             expected["train"] += graph.max_graphs - sum(expected.values())
         elif graph.mode == "graph":

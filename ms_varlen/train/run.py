@@ -27,7 +27,8 @@ from ms_varlen.recipe.recipe import Recipe
 from ms_varlen.train.device import set_up_device
 from ms_varlen.train.graphs import TrainingGraphs, compile_graphs
 from ms_varlen.train.loop import TrainingLoop
-from ms_varlen.workload.workload import Workload, describe_plan, prepare
+from ms_varlen.workload.summary import PlanSummary
+from ms_varlen.workload.workload import Workload, prepare
 
 logger = logging.getLogger("ms_varlen")
 
@@ -65,7 +66,7 @@ def train(
         graphs = exchange.together(lambda: TrainingGraphs(workload, target))
         with _open_run(workload, graphs, exchange) as run:
             if ranks.writes:
-                record = {**describe_plan(workload), "initial_weights": graphs.initial_weights}
+                record = {**PlanSummary.of(workload).to_json(), "initial_weights": graphs.initial_weights}
                 write_atomically(run.folder / PLAN_FILE, [json.dumps(record, indent=1).encode()])
             loop = exchange.together(lambda: TrainingLoop(workload, graphs, run, on_step, exchange, stop))
             first = {"run_folder": str(run.folder), "first_step": loop.step, "rank": ranks.rank}

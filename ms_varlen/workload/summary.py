@@ -1,17 +1,22 @@
-"""What an epoch of a plan computes, from the lengths alone: padding, mixing of lengths, balance over ranks.
-
-`ms-varlen plan` shows these numbers. 100 million samples take about 5 GB; see `scripts/measure/bench_planning.py`.
-"""
+"""The numbers of `ms-varlen plan`: padding, mixing of lengths and balance over ranks, counted on the first epoch."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
 from ms_varlen.batches.layout import Layout
+from ms_varlen.data.tokens.cleaning import Ledger as CleaningLedger
+from ms_varlen.graph.shapes import TokenShapes
+from ms_varlen.modes import Mode
 from ms_varlen.planning.balance import imbalance
 from ms_varlen.planning.cost import CostModel
+from ms_varlen.planning.ledger import EpochLedger
 from ms_varlen.planning.plan import EpochPlan, EpochPlans, PlanSettings
+from ms_varlen.planning.statistics import length_histogram, length_statistics
 from ms_varlen.planning.windows import batch_overhead, length_mixing
+from ms_varlen.workload.memory import step_memory
+from ms_varlen.workload.workload import Workload
 
 MOST_SAMPLES = 1_000_000
 """Samples that other plans than the recipe's own are made of; of a larger corpus as many are drawn at random."""
@@ -35,33 +40,70 @@ def micro_batch_flops(layout: Layout, cost: CostModel, lengths: np.ndarray, offs
     return cost.linear * tokens + cost.quadratic * squared
 
 
-def epoch_numbers(plans: EpochPlans, layout: Layout, cost: CostModel) -> dict[str, float]:
-    """The numbers of the first epoch, counted on its plan: JSON values by name."""
+@dataclasses.dataclass(frozen=True)
+class EpochNumbers:
+    """The numbers of the first epoch, counted on its plan.
+
+    Attributes:
+        world_size: ranks.
+        steps_per_epoch: optimizer steps.
+        tokens_real, tokens_computed: of samples, and with padding.
+        tokens_per_step: real tokens of a step over all ranks, on average.
+        pad_ratio, padding_overhead: 1 - real / computed, and computed / real - 1.
+        sizes: different T that occur.
+        max_segments_used: samples of the fullest micro-batch.
+        batch_overhead: padding of rows, before T is rounded up.
+        length_mixing, length_mixing_of_steps: how well lengths are mixed; see `planning.windows.length_mixing`.
+        imbalance_mean, imbalance_max: how far the slowest rank is over the mean.
+        imbalance_mean_floor: the mean that is possible; see `RankBalance`.
+        imbalance_mean_unbalanced, imbalance_max_unbalanced: the same before samples were dealt over the ranks.
+    """
+
+    world_size: int
+    steps_per_epoch: int
+    tokens_real: int
+    tokens_computed: int
+    tokens_per_step: float
+    pad_ratio: float
+    padding_overhead: float
+    sizes: int
+    max_segments_used: int
+    batch_overhead: float
+    length_mixing: float
+    length_mixing_of_steps: float
+    imbalance_mean: float
+    imbalance_max: float
+    imbalance_mean_floor: float
+    imbalance_mean_unbalanced: float
+    imbalance_max_unbalanced: float
+
+
+def epoch_numbers(plans: EpochPlans, layout: Layout, cost: CostModel) -> EpochNumbers:
+    """Count the first epoch of a plan."""
     lengths, offsets, plan = epoch_batches(plans)
     computed = layout.computed_tokens(lengths, offsets)
     real, total = int(lengths.sum(dtype=np.int64)), int(computed.sum())
     balance = rank_balance(plans, layout, cost)
     order, row_lengths = np.arange(lengths.size), np.array(layout.row_lengths)
-    return {
-        "world_size": plans.settings.world_size,
-        "steps_per_epoch": plan.num_steps,
-        "tokens_real": real,
-        "tokens_computed": total,
-        "tokens_per_step": round(real / plan.num_steps, 1),
-        "pad_ratio": 1 - real / total,
-        "padding_overhead": total / real - 1,
-        "sizes": int(np.unique(computed).size),
-        "max_segments_used": int(np.diff(offsets).max()),
-        # Padding of rows, before T is rounded up, against how well lengths are mixed.
-        "batch_overhead": batch_overhead(lengths, order, offsets, row_lengths) if row_lengths.size else 0.0,
-        "length_mixing": length_mixing(lengths, order, offsets),
-        "length_mixing_of_steps": length_mixing(lengths, order, offsets[:: plans.settings.per_step]),
-        "imbalance_mean": float(balance.after.mean()),
-        "imbalance_max": float(balance.after.max()),
-        "imbalance_mean_floor": float(balance.floor.mean()),
-        "imbalance_mean_unbalanced": float(balance.before.mean()),
-        "imbalance_max_unbalanced": float(balance.before.max()),
-    }
+    return EpochNumbers(
+        world_size=plans.settings.world_size,
+        steps_per_epoch=plan.num_steps,
+        tokens_real=real,
+        tokens_computed=total,
+        tokens_per_step=round(real / plan.num_steps, 1),
+        pad_ratio=1 - real / total,
+        padding_overhead=total / real - 1,
+        sizes=int(np.unique(computed).size),
+        max_segments_used=int(np.diff(offsets).max()),
+        batch_overhead=batch_overhead(lengths, order, offsets, row_lengths) if row_lengths.size else 0.0,
+        length_mixing=length_mixing(lengths, order, offsets),
+        length_mixing_of_steps=length_mixing(lengths, order, offsets[:: plans.settings.per_step]),
+        imbalance_mean=float(balance.after.mean()),
+        imbalance_max=float(balance.after.max()),
+        imbalance_mean_floor=float(balance.floor.mean()),
+        imbalance_mean_unbalanced=float(balance.before.mean()),
+        imbalance_max_unbalanced=float(balance.before.max()),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,3 +168,73 @@ def _longest_rank(
         taken = np.diff(np.minimum(np.cumsum(others), rest[step]), prepend=0)
         work[step] += cost.quadratic * float((taken * others).sum())
     return work
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanSummary:
+    """What a run of a recipe would do: the numbers of `ms-varlen plan` and of plan.json.
+
+    Attributes:
+        mode, shapes: as in `Workload`.
+        graphs: compiled, by role.
+        epochs: passes over the corpus in the whole run.
+        micro_batches_per_step: of each rank.
+        samples, eval_samples: of the corpus.
+        epoch: counted on the plan of epoch 0, not estimated.
+        lengths: `length_statistics` of the training samples, and their `histogram`.
+        parameters: of the model.
+        memory_gb: see `step_memory`.
+        cleaning: documents and tokens that cleaning read, kept, cut and dropped.
+        ledger: where the tokens and the samples of epoch 0 are after its last step, by unit.
+        store: folder of the token store.
+        data_fingerprint, plan_fingerprint: of the corpus, and of the plans.
+    """
+
+    mode: Mode
+    shapes: TokenShapes
+    graphs: dict[str, int]
+    epochs: float
+    micro_batches_per_step: int
+    samples: int
+    eval_samples: int
+    epoch: EpochNumbers
+    lengths: dict[str, Any]
+    parameters: int
+    memory_gb: dict[str, Any]
+    cleaning: CleaningLedger
+    ledger: dict[str, EpochLedger]
+    store: str
+    data_fingerprint: str
+    plan_fingerprint: str
+
+    @classmethod
+    def of(cls, workload: Workload) -> "PlanSummary":
+        """The summary of a workload."""
+        recipe, store, plans = workload.recipe, workload.store, workload.plans
+        numbers = epoch_numbers(plans, workload.layout, CostModel.of_decoder(workload.model_config))
+        steps, lengths = numbers.steps_per_epoch, np.asarray(store.train.lengths)
+        return cls(
+            mode=recipe.mode,
+            shapes=workload.shapes,
+            graphs=workload.predicted_graphs,
+            epochs=round(recipe.train.steps / steps, 3),
+            micro_batches_per_step=recipe.batch.micro_batches,
+            samples=len(store.train),
+            eval_samples=len(store.eval),
+            epoch=numbers,
+            lengths={**length_statistics(lengths), "histogram": length_histogram(lengths)},
+            parameters=workload.model_config.parameter_count(),
+            memory_gb=step_memory(recipe, workload.model_config, workload.shapes),
+            cleaning=store.ledgers["train"] + store.ledgers["eval"],
+            ledger=workload.ledger(epoch=0, steps=steps),
+            store=str(store.folder),
+            data_fingerprint=store.fingerprint,
+            plan_fingerprint=plans.fingerprint,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values by name; those of `epoch` stand among the others."""
+        found: dict[str, Any] = {}
+        for name, value in dataclasses.asdict(self).items():
+            found |= value if name == "epoch" else {name: value}
+        return found | {"ledger": {unit: part.to_dict() for unit, part in self.ledger.items()}}

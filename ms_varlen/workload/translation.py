@@ -16,8 +16,8 @@ from ms_varlen.planning.batching import row_offsets
 from ms_varlen.planning.cost import CostModel
 from ms_varlen.planning.work import EpochWork
 from ms_varlen.recipe.recipe import Recipe, parse_recipe
+from ms_varlen.workload.sizes import SampleLengths, plan_lengths
 from ms_varlen.workload.summary import MOST_SAMPLES, epoch_batches, sampled_lengths
-from ms_varlen.workload.workload import SampleLengths, plan_lengths
 
 PAIRS = [(mode, kind) for mode in MODES for kind in ("static", "buckets", "range")]
 """Every mode with every kind of shapes."""

@@ -38,9 +38,9 @@ from ms_varlen.planning.cost import TOKENS, CostModel
 from ms_varlen.planning.packing import pack_best_fit, pack_shuffled
 from ms_varlen.planning.statistics import length_histogram, length_statistics
 from ms_varlen.recipe.recipe import parse_recipe
+from ms_varlen.workload.sizes import SampleLengths, plan_lengths
 from ms_varlen.workload.summary import epoch_numbers
 from ms_varlen.workload.translation import compare_variants, sampled
-from ms_varlen.workload.workload import SampleLengths, plan_lengths
 
 CAPACITY = 4096
 MAX_SEGMENTS = 32
@@ -216,7 +216,7 @@ def measure_plan(mode: str, world_size: int, samples: int) -> dict:
     length_statistics(lengths.train), length_histogram(lengths.train)
     compare_variants(recipe, sampled(lengths), cost, world_size)
     return {
-        **numbers,
+        **dataclasses.asdict(numbers),
         "plan_seconds": planned,
         "seconds": time.perf_counter() - begin,
         "cpu_seconds": time.process_time() - begin_cpu,

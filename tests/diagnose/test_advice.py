@@ -220,7 +220,7 @@ def test_a_learning_rate_is_warned_about_where_steps_change():
 
 
 def test_each_advice_has_its_number_and_plain_values():
-    found = [advice.to_dict() for advice in advise(situation())]
+    found = [advice.to_json() for advice in advise(situation())]
     assert [advice["key"] for advice in found] == [
         "mode",
         "shapes.kind",

@@ -292,7 +292,7 @@ def test_a_limit_far_above_the_longest_document_costs_nothing(tmp_path, mode):
     result = corpus_stats(str(folder / "corpus.jsonl"), recipe)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert (result["seq_length"], result["samples"]["max"]) == (most, 300)
+    assert (result.seq_length, result.samples["max"]) == (most, 300)
     assert peak < 100e6  # one array of a byte for each length would fill it
     assert time.perf_counter() - begin < 10
 

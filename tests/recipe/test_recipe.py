@@ -197,7 +197,7 @@ def test_a_wrong_value_is_one_fault_that_says_what_is_allowed(override, fault):
             "shapes.row_buckets[0]: must be a multiple of shapes.divisor (64), got 100; use 64 or 128",
         ),
         (["shapes.num_buckets=4"], "shapes.num_buckets: must be null unless sizes are picked (auto), got 4; "),
-        (["batch.window=100"], "batch.window: must be null but for padded recipes with batch.pad_to batch, got 100; "),
+        (["batch.window=100"], "batch.window: is only allowed in padded recipes with batch.pad_to batch, got 100; "),
         (["shapes.min=100"], "shapes.min: must be a multiple of shapes.divisor (64), got 100; use 64 or 128"),
         (["shapes.min=4096"], "shapes.min: must be < the largest size (4096 tokens), got 4096; "),
         (["shapes.min=8192", "shapes.max=4096"], "shapes.min: must be <= max (4096), got 8192"),

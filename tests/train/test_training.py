@@ -22,7 +22,8 @@ from ms_varlen.train.graphs import TrainingGraphs
 from ms_varlen.train.loop import ids_hash
 from ms_varlen.train.schedule import learning_rate
 from ms_varlen.train.step import ApplyGradients, clear
-from ms_varlen.workload.workload import describe_plan, prepare
+from ms_varlen.workload.summary import PlanSummary
+from ms_varlen.workload.workload import prepare
 
 LENGTHS = [3, 17, 5, 40, 9, 64, 2, 31, 8, 12, 90, 4]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -255,14 +256,14 @@ def test_an_error_of_the_data_side_arrives_as_itself(graphs, workload):
 
 
 def test_the_plan_counts_what_the_data_set_serves(graphs, workload):
-    described = describe_plan(workload)
+    described = PlanSummary.of(workload).epoch
     plan = workload.plans.epoch(0)
     batches = MicroBatches(workload.store.train, workload.layout, workload.store.pad_id, graphs.attention.columns)
     served = [batches.columns(plan.micro_batch(step, 0)) for step in range(plan.num_steps)]
-    assert described["steps_per_epoch"] == len(served)
-    assert described["tokens_computed"] == sum(columns["input_ids"].size for columns in served)
-    assert described["tokens_real"] == sum(int(columns["seq_lens"].sum()) for columns in served)
-    assert described["pad_ratio"] == 1 - described["tokens_real"] / described["tokens_computed"]
+    assert described.steps_per_epoch == len(served)
+    assert described.tokens_computed == sum(columns["input_ids"].size for columns in served)
+    assert described.tokens_real == sum(int(columns["seq_lens"].sum()) for columns in served)
+    assert described.pad_ratio == 1 - described.tokens_real / described.tokens_computed
     assert max(columns["input_ids"].size for columns in served) <= 128
 
 

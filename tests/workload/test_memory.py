@@ -5,7 +5,8 @@ import pytest
 from ms_varlen.errors import DataError
 from ms_varlen.recipe.recipe import load_recipe
 from ms_varlen.workload.memory import device_bytes, step_memory
-from ms_varlen.workload.workload import describe_plan, prepare
+from ms_varlen.workload.summary import PlanSummary
+from ms_varlen.workload.workload import prepare
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 ASCEND = sorted(RECIPES.glob("ascend_*.yaml"))
@@ -15,13 +16,13 @@ ASCEND = sorted(RECIPES.glob("ascend_*.yaml"))
 def test_ascend_recipes_are_planned_and_fit_their_devices(path):
     recipe = load_recipe(path)
     world_size = 16 if "two_nodes" in path.stem else 8
-    plan = describe_plan(prepare(recipe, world_size=world_size))
-    memory = plan["memory_gb"]
-    assert (plan["world_size"], recipe.device.target) == (world_size, "Ascend")
-    assert plan["steps_per_epoch"] >= 1
-    assert all(ledger["balanced"] for ledger in plan["ledger"].values())
-    assert memory["weights"] == pytest.approx(16 * plan["parameters"] / 1e9, abs=1e-3)
-    assert 1.7e9 < plan["parameters"] < 1.8e9
+    plan = PlanSummary.of(prepare(recipe, world_size=world_size))
+    memory = plan.memory_gb
+    assert (plan.epoch.world_size, recipe.device.target) == (world_size, "Ascend")
+    assert plan.epoch.steps_per_epoch >= 1
+    assert all(ledger.balanced for ledger in plan.ledger.values())
+    assert memory["weights"] == pytest.approx(16 * plan.parameters / 1e9, abs=1e-3)
+    assert 1.7e9 < plan.parameters < 1.8e9
     assert memory["activations_recomputed"] < memory["activations"]
     assert 40 < memory["total"] < memory["limit"] == 58
 

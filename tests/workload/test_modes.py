@@ -15,7 +15,8 @@ from ms_varlen.errors import ShapesError
 from ms_varlen.modes import Mode
 from ms_varlen.recipe.recipe import parse_recipe
 from ms_varlen.train.run import train
-from ms_varlen.workload.workload import describe_plan, prepare
+from ms_varlen.workload.summary import PlanSummary
+from ms_varlen.workload.workload import prepare
 
 STEPS = int(os.environ.get("MS_VARLEN_MODES_STEPS", "24"))
 ALIGN_STEPS = int(os.environ.get("MS_VARLEN_MODES_STEPS", "12"))
@@ -83,7 +84,7 @@ def test_more_graphs_than_allowed_are_refused_before_anything_is_compiled(corpus
 @pytest.mark.parametrize(("mode", "kind"), PAIRS)
 def test_a_run_is_what_its_plan_says(corpus, mode, kind):
     chosen = recipe(corpus, mode, kind)
-    plan = describe_plan(prepare(chosen))
+    plan = PlanSummary.of(prepare(chosen)).to_json()
     lines = []
     summary = train(chosen, lines.append)
     assert summary["graphs_compiled"] == plan["graphs"]

@@ -9,8 +9,8 @@ from ms_varlen.modes import Mode
 from ms_varlen.planning.cost import CostModel
 from ms_varlen.planning.work import EpochWork
 from ms_varlen.recipe.recipe import load_recipe
+from ms_varlen.workload.sizes import SampleLengths
 from ms_varlen.workload.translation import PAIRS, compare_variants, epoch_work, overrides_between, sampled, variant
-from ms_varlen.workload.workload import SampleLengths
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 QUICKSTART, PADDED = RECIPES / "quickstart.yaml", RECIPES / "padded.yaml"

@@ -14,7 +14,7 @@ from ms_varlen.modes import MODES, Mode
 from ms_varlen.planning.buckets import WORTH_A_BUCKET, auto_boundaries, optimal_boundaries
 from ms_varlen.planning.cost import CostModel, DecoderSizes
 from ms_varlen.planning.work import Calibration, EpochWork, memory_estimate
-from ms_varlen.recipe.rules import has_row_buckets
+from ms_varlen.recipe.sizes import has_row_buckets
 
 Pair = tuple[Mode, str]
 """A mode and a kind of shapes."""
@@ -70,7 +70,7 @@ class Advice:
         """Whether the recipe says something else."""
         return self.is_key and self.advised != self.recipe
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Plain values, `differs` among them."""
         return {**dataclasses.asdict(self), "numbers": dict(self.numbers), "differs": self.differs}
 

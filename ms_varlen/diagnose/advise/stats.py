@@ -1,7 +1,4 @@
-"""What a corpus looks like, what each mode would waste on it, and what to choose. Imports no MindSpore.
-
-`stats` and `plan` share these numbers; pages are made of them in `planning_pages`.
-"""
+"""The numbers of `ms-varlen stats`, and the modes compared on a corpus: waste of each, and advice."""
 
 import dataclasses
 import json
@@ -16,19 +13,21 @@ from typing import Any
 import numpy as np
 
 from ms_varlen.data.store.store import Progress, TokenStore, prepare_store
-from ms_varlen.diagnose.advise.advice import Pair, Situation, advise, choose_pair
+from ms_varlen.data.tokens.cleaning import Ledger as CleaningLedger
+from ms_varlen.diagnose.advise.advice import Advice, Pair, Situation, advise, choose_pair
 from ms_varlen.errors import DataError, RecipeError
 from ms_varlen.graph.shapes import round_up
-from ms_varlen.modes import MODES
+from ms_varlen.modes import MODES, Mode
 from ms_varlen.ops.kernel_build import COMPILERS
 from ms_varlen.planning.buckets import batch_maximum_counts
 from ms_varlen.planning.cost import CostModel
 from ms_varlen.planning.statistics import cut_at, length_cumulative, length_histogram, length_statistics
-from ms_varlen.planning.windows import divisor_boundaries, window_trade
+from ms_varlen.planning.windows import WindowTrade, divisor_boundaries, window_trade
 from ms_varlen.planning.work import Calibration, EpochWork
 from ms_varlen.recipe.recipe import Recipe, load_recipe, parse_recipe
-from ms_varlen.recipe.rules import has_row_buckets
 from ms_varlen.recipe.yaml_text import apply_overrides
+from ms_varlen.workload.memory import device_bytes
+from ms_varlen.workload.sizes import SampleLengths, recipe_row_lengths
 from ms_varlen.workload.translation import (
     compare_variants,
     overrides_between,
@@ -37,7 +36,6 @@ from ms_varlen.workload.translation import (
     sampled,
     variant,
 )
-from ms_varlen.workload.workload import SampleLengths, recipe_row_lengths
 
 WINDOWS = (100, 1_000, 10_000, 100_000)
 CALIBRATION_FILE = "calibration.json"
@@ -91,47 +89,111 @@ def is_recipe(target: str) -> bool:
     return target.endswith((".yaml", ".yml"))
 
 
-def corpus_stats(target: str, recipe: Recipe, progress: Progress | None = None) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class CorpusStats:
     """The numbers of `ms-varlen stats`.
 
+    Attributes:
+        target: the command's argument.
+        source, tokenizer, seq_length: as in the recipe.
+        documents, samples: `length_statistics` of documents before they were cut, and of the training samples.
+        cleaning: documents and tokens that cleaning read, kept, cut and dropped.
+        flops_of: the model whose FLOPs are counted, in words.
+        comparison: of the modes.
+        histogram, cumulative: of the documents' lengths.
+    """
+
+    target: str
+    source: str | list[Any]
+    tokenizer: str
+    seq_length: int
+    documents: dict[str, Any]
+    samples: dict[str, Any]
+    cleaning: CleaningLedger
+    flops_of: str
+    comparison: "Comparison"
+    histogram: dict[str, list[int]]
+    cumulative: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values by name; those of `comparison` stand among the others."""
+        return {
+            "target": self.target,
+            "source": self.source,
+            "tokenizer": self.tokenizer,
+            "seq_length": self.seq_length,
+            "documents": self.documents,
+            "samples": self.samples,
+            "cleaning": dataclasses.asdict(self.cleaning),
+            "cut_at_p99": dict(self.comparison.situation.cut_at_p99),
+            "flops_of": self.flops_of,
+            **self.comparison.to_json(),
+            "histogram": self.histogram,
+            "cumulative": self.cumulative,
+        }
+
+
+def corpus_stats(target: str, recipe: Recipe, progress: Progress | None = None) -> CorpusStats:
+    """Count a corpus and compare the modes on it.
+
     Args:
-        target: what the command was given.
+        target: the command's argument.
         recipe: of `stats_recipe`.
         progress: called while a token store is built.
-    Returns:
-        JSON values: lengths, shares of real work, what cutting at P99 does, modes compared, advice.
     """
     store = prepare_store(recipe.data, recipe.model.seq_length, progress)
     own = is_recipe(target)
     comparison = Comparison.of(recipe, store, own=own)
-    model = comparison.situation.sizes
-    documents = comparison.document_lengths
-    histogram = length_histogram(documents)
-    return {
-        "target": target,
-        "source": recipe.data.source,
-        "tokenizer": recipe.data.tokenizer,
-        "seq_length": recipe.model.seq_length,
-        "documents": _renamed(length_statistics(documents)),
-        "samples": length_statistics(np.asarray(store.train.lengths)),
-        "cleaning": dataclasses.asdict(store.ledgers["train"] + store.ledgers["eval"]),
-        "cut_at_p99": dict(comparison.situation.cut_at_p99),
-        "flops_of": f"{'the recipe' if own else 'a default decoder'}: {model.num_hidden_layers} layers, hidden size "
+    model, documents = comparison.situation.sizes, document_lengths(store)
+    statistics, histogram = length_statistics(documents), length_histogram(documents)
+    return CorpusStats(
+        target=target,
+        source=recipe.data.source,
+        tokenizer=recipe.data.tokenizer,
+        seq_length=recipe.model.seq_length,
+        documents={"documents": statistics.pop("samples"), **statistics},
+        samples=length_statistics(np.asarray(store.train.lengths)),
+        cleaning=store.ledgers["train"] + store.ledgers["eval"],
+        flops_of=f"{'the recipe' if own else 'a default decoder'}: {model.num_hidden_layers} layers, hidden size "
         f"{model.hidden_size}, vocabulary {model.vocab_size}",
-        **comparison.to_dict(),
-        "histogram": histogram,
-        "cumulative": length_cumulative(documents, histogram["edges"]),
-    }
-
-
-def plan_advice(recipe: Recipe, store: TokenStore, world_size: int = 1) -> dict[str, Any]:
-    """What `ms-varlen plan` says beside the plan itself: the modes compared, and the advice."""
-    return Comparison.of(recipe, store, own=True, world_size=world_size).to_dict()
+        comparison=comparison,
+        histogram=histogram,
+        cumulative=length_cumulative(documents, histogram["edges"]),
+    )
 
 
 def document_lengths(store: TokenStore) -> np.ndarray:
     """[d] int32, tokens per document before it was cut; empty and too short ones are left out."""
     return np.concatenate([store.train.document_lengths, store.eval.document_lengths])
+
+
+@dataclasses.dataclass(frozen=True)
+class ModeNumbers:
+    """An epoch in one mode and kind of shapes.
+
+    Attributes:
+        is_recipe: the recipe has this mode and kind.
+        graphs: compiled in a run, all roles.
+        steps_per_epoch: optimizer steps.
+        tokens_per_step: real tokens of a step, on average.
+        largest_tokens: the largest T that the shapes allow.
+        memory_gb: the least memory of a step at that T.
+        real_token_share, real_flop_share: of samples, as a share of those computed.
+        speedup_by_flops, speedup_by_seconds: over rows padded to the longest sample; no seconds without a calibration.
+    """
+
+    mode: Mode
+    kind: str
+    is_recipe: bool
+    graphs: int
+    steps_per_epoch: int
+    tokens_per_step: float
+    largest_tokens: int
+    memory_gb: float
+    real_token_share: float
+    real_flop_share: float
+    speedup_by_flops: float
+    speedup_by_seconds: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,8 +203,7 @@ class Comparison:
     Attributes:
         recipe: as given.
         situation: the works and all that advice depends on.
-        refused: pairs that are not possible, and why.
-        document_lengths: [d] ints, before cutting.
+        refused: by "mode, kind", why a pair is not possible.
         planned_on: samples that the works were counted on, of all of them.
         mean_length: of those samples, in tokens.
         windows: see `window_trade`; rows padded to the batch maximum.
@@ -151,11 +212,10 @@ class Comparison:
 
     recipe: Recipe
     situation: Situation
-    refused: Mapping[Pair, str]
-    document_lengths: np.ndarray
+    refused: Mapping[str, str]
     planned_on: int
     mean_length: float
-    windows: list[dict[str, float]]
+    windows: list[WindowTrade]
     own: bool
 
     @classmethod
@@ -180,7 +240,7 @@ class Comparison:
         statistics = length_statistics(documents)
         pair = (recipe.mode, recipe.shapes.kind)
         buckets = recipe.shapes.row_buckets
-        picked = has_row_buckets(*pair) and not isinstance(buckets, list)
+        picked = recipe.sizes.has_row_buckets and not isinstance(buckets, list)
         calibration, note = _calibration_of(recipe, config.parameter_count()) if own else (None, None)
         situation = Situation(
             pair=pair,
@@ -203,69 +263,84 @@ class Comparison:
             max_graphs=recipe.graph.max_graphs,
             learning_rate=recipe.train.learning_rate if own else None,
             epochs=recipe.train.steps / works[pair].steps if pair in works else 1.0,
-            max_memory=_bytes(recipe.device.max_memory),
+            max_memory=device_bytes(recipe.device.max_memory),
             slow_range=recipe.device.target == "Ascend",
             calibration=calibration,
             calibration_note=note,
         )
         trade = _window_trade(recipe, part, mean, world_size) if works else []
-        return cls(recipe, situation, refused, documents, part.train.size, mean, trade, own)
+        reasons = {f"{mode}, {kind}": why for (mode, kind), why in refused.items()}
+        return cls(recipe, situation, reasons, part.train.size, mean, trade, own)
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON values: `shares`, `modes`, `refused`, `advice`, `decided_by` and how they were counted."""
+    @property
+    def shares(self) -> dict[str, dict[str, float]]:
+        """Shares of real `tokens` and `flops`, for padded rows and for each mode that follows lengths."""
         situation, works = self.situation, self.situation.works
-        cost = situation.cost
         compared = {f"padded_to_{name}": work for name, work in situation.padded.items()}
-        compared |= {mode: works[mode, "range"] for mode in SHARES if (mode, "range") in works}
-        return {
-            "shares": {
-                name: {"tokens": work.token_share, "flops": work.flop_share(cost)} for name, work in compared.items()
-            },
-            "modes": [self._mode(pair, work) for pair, work in works.items()],
-            "refused": {f"{mode}, {kind}": why for (mode, kind), why in self.refused.items()},
-            "planned_on_samples": self.planned_on,
-            "windows": self.windows,
-            "decided_by": "calibration.json" if situation.calibration else "model FLOPs",
-            "calibration_note": situation.calibration_note,
-            "advice": self._advice(),
-            "advised_overrides": self._overrides(),
-        }
+        compared |= {mode.value: works[mode, "range"] for mode in SHARES if (mode, "range") in works}
+        cost = situation.cost
+        return {name: {"tokens": work.token_share, "flops": work.flop_share(cost)} for name, work in compared.items()}
 
-    def _advice(self) -> list[dict[str, Any]]:
+    @property
+    def modes(self) -> list[ModeNumbers]:
+        """The numbers of each possible pair."""
+        return [self._numbers(pair, work) for pair, work in self.situation.works.items()]
+
+    @property
+    def decided_by(self) -> str:
+        """The measure that pairs were compared by, in words."""
+        return "calibration.json" if self.situation.calibration else "model FLOPs"
+
+    @property
+    def advice(self) -> list[Advice]:
+        """Everything there is to choose; empty if the recipe's own pair is not possible."""
         if self.situation.pair not in self.situation.works:
             return []
         found = advise(self.situation)
-        return [(advice if self.own else dataclasses.replace(advice, is_key=False)).to_dict() for advice in found]
+        return found if self.own else [dataclasses.replace(advice, is_key=False) for advice in found]
 
-    def _overrides(self) -> list[str]:
-        """What turns the recipe into the advised mode and kind of shapes."""
+    @property
+    def advised_overrides(self) -> list[str]:
+        """The overrides that turn the recipe into the advised mode and kind of shapes."""
         if not self.own or self.situation.pair not in self.situation.works:
             return []
         pair = choose_pair(self.situation)
         return overrides_between(self.recipe, variant(self.recipe, *pair, self.mean_length))
 
-    def _mode(self, pair: Pair, work: EpochWork) -> dict[str, Any]:
-        situation = self.situation
-        gains = situation.speedup(pair, situation.padded["maximum"])
+    def to_json(self) -> dict[str, Any]:
+        """JSON values by name."""
         return {
-            "mode": pair[0],
-            "kind": pair[1],
-            "is_recipe": pair == situation.pair,
-            "graphs": work.graphs,
-            "steps_per_epoch": work.steps,
-            "tokens_per_step": work.tokens_per_step,
-            "largest_tokens": work.largest,
-            "memory_gb": situation.memory(work.largest)["total"] / 1e9,
-            "real_token_share": work.token_share,
-            "real_flop_share": work.flop_share(situation.cost),
-            "speedup_by_flops": gains["flops"],
-            "speedup_by_seconds": gains.get("seconds"),
+            "shares": self.shares,
+            "modes": [dataclasses.asdict(row) for row in self.modes],
+            "refused": dict(self.refused),
+            "planned_on_samples": self.planned_on,
+            "windows": [dataclasses.asdict(row) for row in self.windows],
+            "decided_by": self.decided_by,
+            "calibration_note": self.situation.calibration_note,
+            "advice": [advice.to_json() for advice in self.advice],
+            "advised_overrides": self.advised_overrides,
         }
 
+    def _numbers(self, pair: Pair, work: EpochWork) -> ModeNumbers:
+        situation = self.situation
+        gains = situation.speedup(pair, situation.padded["maximum"])
+        return ModeNumbers(
+            mode=pair[0],
+            kind=pair[1],
+            is_recipe=pair == situation.pair,
+            graphs=work.graphs,
+            steps_per_epoch=work.steps,
+            tokens_per_step=work.tokens_per_step,
+            largest_tokens=work.largest,
+            memory_gb=situation.memory(work.largest)["total"] / 1e9,
+            real_token_share=work.token_share,
+            real_flop_share=work.flop_share(situation.cost),
+            speedup_by_flops=gains["flops"],
+            speedup_by_seconds=gains.get("seconds"),
+        )
 
-def _window_trade(
-    recipe: Recipe, lengths: SampleLengths, mean_length: float, world_size: int
-) -> list[dict[str, float]]:
+
+def _window_trade(recipe: Recipe, lengths: SampleLengths, mean_length: float, world_size: int) -> list[WindowTrade]:
     """Of as many rows as a padded variant has, from no sorting (a window of one micro-batch) up."""
     samples, divisor = lengths.train.size, recipe.shapes.divisor
     rows = rows_of(recipe, mean_length)
@@ -312,11 +387,3 @@ def read_calibration(output_dir: Path) -> Calibration | None:
     if not isinstance(values, dict):
         raise DataError(f"a calibration must be a JSON object, got {type(values).__name__}, in {path}; bench again")
     return Calibration.from_dict(values, str(path))
-
-
-def _bytes(memory: str | None) -> float | None:
-    return None if memory is None else 1e9 * float(memory.removesuffix("GB"))
-
-
-def _renamed(statistics: dict[str, Any]) -> dict[str, Any]:
-    return {"documents": statistics.pop("samples"), **statistics}

@@ -25,7 +25,8 @@ from ms_varlen.planning.cost import CostModel
 from ms_varlen.planning.packing import pack_best_fit
 from ms_varlen.planning.windows import divisor_boundaries
 from ms_varlen.recipe.recipe import Recipe
-from ms_varlen.workload.workload import SampleLengths, Workload, auto_row_lengths, prepare
+from ms_varlen.workload.sizes import SampleLengths, auto_row_lengths
+from ms_varlen.workload.workload import Workload, prepare
 
 Parts = list[list[np.ndarray]]
 """[step][micro-batch] -> [B] sample ids."""

@@ -25,8 +25,8 @@ from ms_varlen.files import folder_fault
 from ms_varlen.modes import Mode
 from ms_varlen.ops.compressed_mask import check_compressed_mask
 from ms_varlen.recipe.recipe import Recipe, load_recipe
-from ms_varlen.workload.summary import epoch_batches
-from ms_varlen.workload.workload import Workload, describe_plan, prepare
+from ms_varlen.workload.summary import PlanSummary, epoch_batches
+from ms_varlen.workload.workload import Workload, prepare
 
 SAMPLED_MICRO_BATCHES = 64
 LONG_TAIL = 4.0
@@ -227,15 +227,17 @@ def _batch_finding(workload: Workload, ids: np.ndarray, columns: Columns) -> Fin
 
 def plan_checks(workload: Workload) -> Iterator[Check]:
     """Sizes, graphs, padding and balance, as `ms-varlen plan` counts them."""
-    plan, recipe = describe_plan(workload), workload.recipe
-    graphs = sum(plan["graphs"].values())
+    plan, recipe = PlanSummary.of(workload), workload.recipe
+    graphs = sum(plan.graphs.values())
     yield Check(
         "shapes", GREEN, f"{workload.shapes.describe()}, {graphs} graphs, largest segment {recipe.model.seq_length}"
     )
     yield Check(
-        "plan", GREEN, f"{plan['steps_per_epoch']:,} steps an epoch, pad_ratio {plan['pad_ratio']:.1%}, ledger balanced"
+        "plan",
+        GREEN,
+        f"{plan.epoch.steps_per_epoch:,} steps an epoch, pad_ratio {plan.epoch.pad_ratio:.1%}, ledger balanced",
     )
-    p50, p99 = plan["lengths"]["p50"], plan["lengths"]["p99"]
+    p50, p99 = plan.lengths["p50"], plan.lengths["p99"]
     if recipe.mode.follows_lengths and p99 < FEW_TIMES * p50:
         yield Check(
             "plan",
@@ -244,20 +246,20 @@ def plan_checks(workload: Workload) -> Iterator[Check]:
             "padded may be as good: compare with `ms-varlen bench`",
             "PERF-SPREAD",
         )
-    if plan["pad_ratio"] > COARSE.get(recipe.mode, 1.0):
+    if plan.epoch.pad_ratio > COARSE.get(recipe.mode, 1.0):
         yield segments_bound(workload) or Check(
             "plan",
             YELLOW,
-            f"pad_ratio should be at most {COARSE[recipe.mode]:.0%} in mode {recipe.mode}, got {plan['pad_ratio']:.1%} "
-            f"(divisor {recipe.shapes.divisor}); lower shapes.divisor or add sizes",
+            f"pad_ratio should be at most {COARSE[recipe.mode]:.0%} in mode {recipe.mode}, got "
+            f"{plan.epoch.pad_ratio:.1%} (divisor {recipe.shapes.divisor}); lower shapes.divisor or add sizes",
             "PERF-ALIGNMENT",
         )
-    if plan["imbalance_mean"] > UNEVEN:
+    if plan.epoch.imbalance_mean > UNEVEN:
         yield Check(
             "plan",
             YELLOW,
-            f"the slowest rank should be at most {UNEVEN:.0%} over the mean, got {plan['imbalance_mean']:.1%}; raise "
-            "batch.token_budget or batch.micro_batches",
+            f"the slowest rank should be at most {UNEVEN:.0%} over the mean, got {plan.epoch.imbalance_mean:.1%}; "
+            "raise batch.token_budget or batch.micro_batches",
             "PERF-BALANCE",
         )
 

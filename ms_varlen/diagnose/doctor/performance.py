@@ -22,8 +22,10 @@ from ms_varlen.planning.cost import CostModel
 from ms_varlen.recipe.recipe import Recipe
 from ms_varlen.train.device import set_up_device
 from ms_varlen.train.graphs import TrainingGraphs, compile_graphs
+from ms_varlen.workload.sizes import SampleLengths
+from ms_varlen.workload.summary import PlanSummary
 from ms_varlen.workload.translation import epoch_work, sampled, variant
-from ms_varlen.workload.workload import SampleLengths, Workload, describe_plan, predicted_graphs, prepare
+from ms_varlen.workload.workload import Workload, prepare
 
 AREA = "performance"
 WARM_UP, TIMED = 2, 5
@@ -130,20 +132,20 @@ def _static_share(workload: Workload, graphs: TrainingGraphs, batches: MicroBatc
 
 def run_facts(workload: Workload, timing: Timing) -> dict[str, Any]:
     """What the causes are judged by, from the plan and the timing."""
-    recipe, plan = workload.recipe, describe_plan(workload)
+    recipe, plan = workload.recipe, PlanSummary.of(workload)
     store = workload.store
-    lengths = sampled(SampleLengths(store.train.lengths, store.train.lengths_fingerprint, store.eval.longest))
+    lengths = sampled(SampleLengths.of(store))
     cost = CostModel.of_decoder(workload.model_config)
     padded = variant(recipe, Mode.PADDED, "range", float(np.mean(lengths.train, dtype=np.float64)))
     own, base = epoch_work(recipe, lengths, cost), epoch_work(padded, lengths, cost)
     speedup = base.per_token(base.flops(cost)) / own.per_token(own.flops(cost))
-    graphs = sum(predicted_graphs(workload).values())
+    graphs = sum(workload.predicted_graphs.values())
     run = timing.step * recipe.train.steps
     compiling = timing.compile * graphs
     return {
         "graphs": graphs,
-        "p50": float(plan["lengths"]["p50"]),
-        "p99": float(plan["lengths"]["p99"]),
+        "p50": float(plan.lengths["p50"]),
+        "p99": float(plan.lengths["p99"]),
         "speedup_over_padded": speedup,
         "seconds_per_graph": timing.compile,
         "seconds_per_step": timing.step,
@@ -151,10 +153,10 @@ def run_facts(workload: Workload, timing: Timing) -> dict[str, Any]:
         "compile_seconds": compiling,
         "excess_compile_share": timing.compile * max(graphs - FEWEST_GRAPHS, 0) / (compiling + run),
         "saved_seconds": max(speedup - 1, 0.0) * run,
-        "alignment_share": float(plan["pad_ratio"]),
+        "alignment_share": plan.epoch.pad_ratio,
         "data_share": min(timing.data / timing.step, 1.0),
         "dynamic_share": 0.0 if timing.static_step is None else max(1 - timing.static_step, 0.0),
-        "imbalance_share": 1 - 1 / (1 + float(plan["imbalance_mean"])),
+        "imbalance_share": 1 - 1 / (1 + plan.epoch.imbalance_mean),
     }
 
 

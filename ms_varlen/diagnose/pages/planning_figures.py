@@ -1,7 +1,6 @@
 """The pictures of the pages of `stats` and `plan`: plain arrays in, a `Figure` out; see `figures`."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import matplotlib
 import numpy as np
@@ -9,7 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter, StrMethodFormatter
 
+from ms_varlen.diagnose.advise.stats import ModeNumbers
 from ms_varlen.diagnose.pages.figures import BLUE, GREY, ORANGE, PALE_BLUE, SIZE, STYLE, length_figure
+from ms_varlen.planning.windows import WindowTrade
 
 MOST_BINS = 64
 THOUSANDS = StrMethodFormatter("{x:,.0f}")
@@ -70,12 +71,12 @@ def share_figure(shares: Mapping[str, Mapping[str, float]]) -> Figure:
 
 
 @matplotlib.rc_context(STYLE)
-def modes_figure(modes: Sequence[Mapping[str, Any]]) -> Figure:
+def modes_figure(modes: Sequence[ModeNumbers]) -> Figure:
     """Real FLOPs as a share of those computed, for each mode and kind of shapes; the recipe's own stands out."""
-    labels = [f"{row['mode']}, {row['kind']}" + (" (recipe)" if row["is_recipe"] else "") for row in modes]
+    labels = [f"{row.mode}, {row.kind}" + (" (recipe)" if row.is_recipe else "") for row in modes]
     figure, axes = _bars(labels)
-    values, places = np.array([row["real_flop_share"] for row in modes]), np.arange(len(modes))
-    axes.barh(places, values, height=0.7, color=[ORANGE if row["is_recipe"] else PALE_BLUE for row in modes])
+    values, places = np.array([row.real_flop_share for row in modes]), np.arange(len(modes))
+    axes.barh(places, values, height=0.7, color=[ORANGE if row.is_recipe else PALE_BLUE for row in modes])
     _percent_labels(axes, places, values)
     axes.set_xlabel("real FLOPs of those computed")
     return figure
@@ -112,18 +113,18 @@ def sizes_figure(real: np.ndarray, computed: np.ndarray, largest: int) -> Figure
 
 
 @matplotlib.rc_context(STYLE)
-def window_figure(windows: Sequence[Mapping[str, float]]) -> Figure:
-    """What sorting within windows saves (padding) and costs (mixing), by window."""
+def window_figure(windows: Sequence[WindowTrade]) -> Figure:
+    """Padding that sorting within windows saves, and mixing that it costs, by window."""
     figure = Figure(figsize=SIZE, layout="constrained")
     padding, mixing = figure.subplots(2, 1, sharex=True)
-    sizes = [row["window"] for row in windows]
-    padding.plot(sizes, [row["batch_overhead"] for row in windows], "o-", color=ORANGE)
+    sizes = [row.window for row in windows]
+    padding.plot(sizes, [row.batch_overhead for row in windows], "o-", color=ORANGE)
     padding.set_ylim(0)
     padding.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     padding.set_ylabel("padding\n(of real tokens)")
-    steps = [row["length_mixing_of_steps"] for row in windows]
+    steps = [row.length_mixing_of_steps for row in windows]
     mixing.plot(sizes, steps, "s-", color=GREY, alpha=0.45, linewidth=5, markersize=9, label="of steps")  # may be equal
-    mixing.plot(sizes, [row["length_mixing"] for row in windows], "o-", color=BLUE, label="of micro-batches")
+    mixing.plot(sizes, [row.length_mixing for row in windows], "o-", color=BLUE, label="of micro-batches")
     mixing.set_ylim(0, 1.2)
     mixing.set_ylabel("length mixing\n(1 = random)")
     mixing.set_xscale("log")

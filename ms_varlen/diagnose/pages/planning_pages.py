@@ -1,5 +1,6 @@
 """The tables and pages of `stats` and `plan`. The terminal and the page show the same tables."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -7,6 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ms_varlen.checkpoint.store import write_atomically
+from ms_varlen.diagnose.advise.advice import Advice
+from ms_varlen.diagnose.advise.stats import Comparison, CorpusStats
 from ms_varlen.diagnose.pages.figures import svg_data
 from ms_varlen.diagnose.pages.planning_figures import (
     bucket_figure,
@@ -19,7 +22,7 @@ from ms_varlen.diagnose.pages.planning_figures import (
 )
 from ms_varlen.diagnose.pages.run_page import LEDGER_ROWS, render
 from ms_varlen.planning.cost import CostModel
-from ms_varlen.workload.summary import epoch_batches, rank_balance
+from ms_varlen.workload.summary import EpochNumbers, PlanSummary, epoch_batches, rank_balance
 from ms_varlen.workload.workload import Workload
 
 LENGTH_ROWS = {
@@ -53,12 +56,12 @@ class PageTable(NamedTuple):
     wide: bool = False
 
 
-def stats_tables(result: Mapping[str, Any]) -> list[PageTable]:
-    """The numbers of `ms-varlen stats`."""
-    documents, samples, cleaning = result["documents"], result["samples"], result["cleaning"]
+def stats_tables(stats: CorpusStats, command: str) -> list[PageTable]:
+    """The numbers of `ms-varlen stats`; `command` takes the advice."""
+    documents, samples, cleaning = stats.documents, stats.samples, dataclasses.asdict(stats.cleaning)
     lengths = [["count", f"{documents['documents']:,}", f"{samples['samples']:,}"]]
     lengths += [[name, _tokens(documents[key]), _tokens(samples[key])] for key, name in LENGTH_ROWS.items()]
-    cut = result["cut_at_p99"]
+    cut = stats.comparison.situation.cut_at_p99
     cuts = [
         ["documents cut", f"{cut['documents_cut']:,}", f"{cut['documents_cut_share']:.2%}"],
         ["tokens cut", f"{cut['tokens_cut']:,}", f"{cut['tokens_cut_share']:.2%}"],
@@ -67,13 +70,13 @@ def stats_tables(result: Mapping[str, Any]) -> list[PageTable]:
     ]
     shares = [
         [name.replace("_", " "), f"{share['tokens']:.1%}", f"{share['flops']:.1%}"]
-        for name, share in result["shares"].items()
+        for name, share in stats.comparison.shares.items()
     ]
     cleaned = [
         [name, f"{cleaning[f'documents_{key}']:,}", f"{cleaning[f'tokens_{key}']:,}"]
         for key, name in CLEANING_ROWS.items()
     ]
-    limit = f"samples: training, at most {result['seq_length']:,} tokens"
+    limit = f"samples: training, at most {stats.seq_length:,} tokens"
     return [
         PageTable(
             "Lengths, tokens",
@@ -85,53 +88,54 @@ def stats_tables(result: Mapping[str, Any]) -> list[PageTable]:
             "Share of real work",
             ["", "tokens", "FLOPs"],
             shares,
-            [f"FLOPs of {result['flops_of']}; the maximum is the longest sample, {samples['max']:,}"],
+            [f"FLOPs of {stats.flops_of}; the maximum is the longest sample, {samples['max']:,}"],
         ),
         PageTable(f"If documents were cut at P99, {cut['limit']:,} tokens", ["", "number", "share"], cuts, []),
         PageTable("Cleaning", ["", "documents", "tokens"], cleaned, []),
-        *comparison_tables(result, differing=False),
+        *comparison_tables(stats.comparison, command, differing=False),
     ]
 
 
-def comparison_tables(result: Mapping[str, Any], differing: bool) -> list[PageTable]:
+def comparison_tables(comparison: Comparison, command: str, differing: bool) -> list[PageTable]:
     """The modes compared, and the advice; `differing` leaves out advice that the recipe follows already."""
-    measured = any(row["speedup_by_seconds"] is not None for row in result["modes"])
+    modes = comparison.modes
+    measured = any(row.speedup_by_seconds is not None for row in modes)
     head = ["mode, shapes", "graphs", "steps", "max T", "GB", "tokens", "FLOPs", "x padded"]
     rows = []
-    for row in result["modes"]:
-        own = row["is_recipe"] and "target" not in result
+    for row in modes:
+        own = row.is_recipe and differing
         cells = [
-            f"{row['mode']}, {row['kind']}{' *' if own else ''}",
-            f"{row['graphs']}",
-            f"{row['steps_per_epoch']:,}",
+            f"{row.mode}, {row.kind}{' *' if own else ''}",
+            f"{row.graphs}",
+            f"{row.steps_per_epoch:,}",
         ]
-        cells += [f"{row['largest_tokens']:,}", f"{row['memory_gb']:.2f}", f"{row['real_token_share']:.1%}"]
-        cells += [f"{row['real_flop_share']:.1%}", _gain(row["speedup_by_flops"])]
-        rows.append([*cells, *([_gain(row["speedup_by_seconds"])] if measured else [])])
+        cells += [f"{row.largest_tokens:,}", f"{row.memory_gb:.2f}", f"{row.real_token_share:.1%}"]
+        cells += [f"{row.real_flop_share:.1%}", _gain(row.speedup_by_flops)]
+        rows.append([*cells, *([_gain(row.speedup_by_seconds)] if measured else [])])
     notes = [
-        f"{'' if 'target' in result else '*: the recipe. '}Steps of an epoch; GB: the least memory of a step at the "
+        f"{'*: the recipe. ' if differing else ''}Steps of an epoch; GB: the least memory of a step at the "
         "largest T; tokens, FLOPs: real ones, of those computed",
         "x padded: times less work than padded to the longest sample, by FLOPs"
         + (", then by the seconds of calibration.json" if measured else ""),
-        f"planned on {result['planned_on_samples']:,} samples",
+        f"planned on {comparison.planned_on:,} samples",
     ]
     tables = [PageTable("Modes compared", [*head, *(["x measured"] if measured else [])], rows, notes)]
-    advice = [row for row in result["advice"] if row["differs"] or not differing]
+    advice = [row for row in comparison.advice if row.differs or not differing]
     if advice or differing:
-        why = f"; {result['calibration_note']}" if result["calibration_note"] else ""
-        notes = [f"decided by {result['decided_by']}{why}"]
-        if result["advised_overrides"]:
-            notes.append(f"to take it: {result['advised_command']}")
+        note = comparison.situation.calibration_note
+        notes = [f"decided by {comparison.decided_by}" + (f"; {note}" if note else "")]
+        if comparison.advised_overrides:
+            notes.append(f"to take it: {command}")
         tables.append(_advice_table(advice, notes, differing))
     return tables
 
 
-def _advice_table(advice: Sequence[Mapping[str, Any]], notes: Sequence[str], differing: bool) -> PageTable:
-    compared = any(row["is_key"] for row in advice)
+def _advice_table(advice: Sequence[Advice], notes: Sequence[str], differing: bool) -> PageTable:
+    compared = any(row.is_key for row in advice)
     rows = []
     for row in advice:
-        recipe = [_value(row["recipe"]) if row["is_key"] else ""] if compared else []
-        rows.append([row["key"], _value(row["advised"]), *recipe, row["why"]])
+        recipe = [_value(row.recipe) if row.is_key else ""] if compared else []
+        rows.append([row.key, _value(row.advised), *recipe, row.why])
     title = "Advice that differs from the recipe" if differing else "Advice"
     if not rows:
         rows = [["none", *([""] if compared else []), "", "the recipe is as advised"]]
@@ -139,33 +143,33 @@ def _advice_table(advice: Sequence[Mapping[str, Any]], notes: Sequence[str], dif
     return PageTable(title, head, rows, notes, wide=True)
 
 
-def plan_tables(result: Mapping[str, Any]) -> list[PageTable]:
+def plan_tables(plan: PlanSummary, comparison: Comparison, command: str) -> list[PageTable]:
     """The tables of a plan that are not its plain numbers: ledger, windows, modes and advice."""
     ledger = [
-        [name, f"{result['ledger']['samples'][part]:,}", f"{result['ledger']['tokens'][part]:,}"]
+        [name, *(f"{getattr(plan.ledger[unit], part):,}" for unit in ("samples", "tokens"))]
         for part, name in LEDGER_ROWS.items()
     ]
     windows = [
         [
-            f"{row['window']:,}",
-            f"{row['batch_overhead']:.1%}",
-            f"{row['length_mixing']:.3f}",
-            f"{row['length_mixing_of_steps']:.3f}",
+            f"{row.window:,}",
+            f"{row.batch_overhead:.1%}",
+            f"{row.length_mixing:.3f}",
+            f"{row.length_mixing_of_steps:.3f}",
         ]
-        for row in result["windows"]
+        for row in comparison.windows
     ]
     note = "rows padded to the batch maximum; the smallest window sorts nothing; mixing 1 is as random as can be"
     return [
-        *comparison_tables(result, differing=True),
+        *comparison_tables(comparison, command, differing=True),
         PageTable("Windows", ["samples", "padding", "length mixing", "of steps"], windows, [note]),
         PageTable("Where the corpus goes in an epoch", ["", "samples", "tokens"], ledger, []),
     ]
 
 
-def write_stats_page(result: Mapping[str, Any], path: Path) -> Path:
+def write_stats_page(stats: CorpusStats, command: str, path: Path) -> Path:
     """Write the page of `ms-varlen stats`; missing folders are made. Returns `path`."""
-    documents, histogram = result["documents"], result["histogram"]
-    buckets: list[int] = next((row["advised"] for row in result["advice"] if row["key"] == "shapes.row_buckets"), [])
+    documents, histogram, comparison = stats.documents, stats.histogram, stats.comparison
+    buckets: list[int] = next((row.advised for row in comparison.advice if row.key == "shapes.row_buckets"), [])
     marks = {name: documents[key] for key, name in (("p50", "median"), ("p90", "P90"), ("p99", "P99"), ("max", "max"))}
     edges = "Dotted: the edges of the advised buckets."
     figures = [
@@ -174,29 +178,29 @@ def write_stats_page(result: Mapping[str, Any], path: Path) -> Path:
             f"Documents before cutting. {edges}",
             svg_data(bucket_figure(histogram["edges"], histogram["counts"], marks, buckets)),
         ),
-        ("Cumulative", edges, svg_data(cumulative_figure(result["cumulative"], buckets))),
+        ("Cumulative", edges, svg_data(cumulative_figure(stats.cumulative, buckets))),
     ]
-    if result["shares"]:
-        text = f"FLOPs of {result['flops_of']}."
-        figures.append(("Share of real work", text, svg_data(share_figure(result["shares"]))))
-    if result["windows"]:
+    if comparison.shares:
+        text = f"FLOPs of {stats.flops_of}."
+        figures.append(("Share of real work", text, svg_data(share_figure(comparison.shares))))
+    if comparison.windows:
         text = "Rows padded to the batch maximum."
-        figures.append(("Sorting within windows", text, svg_data(window_figure(result["windows"]))))
+        figures.append(("Sorting within windows", text, svg_data(window_figure(comparison.windows))))
     headline = [
         _number("Documents", f"{documents['documents']:,}", f"{documents['tokens']:,} tokens"),
         _number("Median", _tokens(documents["p50"]), "tokens"),
         _number("P99", _tokens(documents["p99"]), f"{documents['p99'] / documents['p50']:.1f} x the median"),
         _number("Maximum", _tokens(documents["max"]), "tokens"),
-        *_share_numbers(result["shares"]),
+        *_share_numbers(comparison.shares),
     ]
     return _write(
         path,
-        title=f"Lengths of {result['target']}",
-        under=f"{result['source']}, tokenizer {result['tokenizer']}, seq_length {result['seq_length']:,}",
+        title=f"Lengths of {stats.target}",
+        under=f"{stats.source}, tokenizer {stats.tokenizer}, seq_length {stats.seq_length:,}",
         headline=headline,
         figures=figures,
-        tables=stats_tables(result),
-        refused=result["refused"],
+        tables=stats_tables(stats, command),
+        refused=comparison.refused,
     )
 
 
@@ -205,13 +209,16 @@ def _share_numbers(shares: Mapping[str, Mapping[str, float]]) -> list[dict]:
     return [_number("Real FLOPs", f"{shares[key]['flops']:.1%}", note) for key, note in notes.items() if key in shares]
 
 
-def write_plan_page(name: str, workload: Workload, result: Mapping[str, Any], path: Path) -> Path:
+def write_plan_page(
+    name: str, workload: Workload, plan: PlanSummary, comparison: Comparison, command: str, path: Path
+) -> Path:
     """Write the page of `ms-varlen plan`; missing folders are made.
 
     Args:
         name: of the recipe.
-        workload: the plan.
-        result: `describe_plan` of it and `plan_advice`.
+        workload: of the recipe.
+        plan, comparison: its numbers, and the modes compared.
+        command: takes the advice.
         path: the page to write.
     Returns:
         `path`.
@@ -221,43 +228,44 @@ def write_plan_page(name: str, workload: Workload, result: Mapping[str, Any], pa
     computed = workload.layout.computed_tokens(lengths, offsets)
     text = "T of an epoch's micro-batches, and their real tokens."
     figures = [
-        ("Modes compared", "FLOPs of samples, of all that is computed.", svg_data(modes_figure(result["modes"]))),
+        ("Modes compared", "FLOPs of samples, of all that is computed.", svg_data(modes_figure(comparison.modes))),
         ("Sizes of micro-batches", text, svg_data(sizes_figure(real, computed, workload.shapes.max))),
     ]
-    if result["windows"]:
+    epoch = plan.epoch
+    if comparison.windows:
         text = "Rows padded to the batch maximum: padding against randomness."
-        figures.append(("Sorting within windows", text, svg_data(window_figure(result["windows"]))))
-    if result["world_size"] > 1:
-        text = f"{result['world_size']} ranks; a step waits for the slowest."
+        figures.append(("Sorting within windows", text, svg_data(window_figure(comparison.windows))))
+    if epoch.world_size > 1:
+        text = f"{epoch.world_size} ranks; a step waits for the slowest."
         balance = rank_balance(workload.plans, workload.layout, CostModel.of_decoder(workload.model_config))
         figures.append(("Balance over ranks", text, svg_data(imbalance_figure(balance.after, balance.before))))
     fill = float(real.mean()) / workload.shapes.max
     headline = [
-        _number("Steps an epoch", f"{result['steps_per_epoch']:,}", f"{result['epochs']:g} epochs in the run"),
-        _number("Real tokens a step", f"{result['tokens_per_step']:,.0f}", _ranks(result["world_size"])),
+        _number("Steps an epoch", f"{epoch.steps_per_epoch:,}", f"{plan.epochs:g} epochs in the run"),
+        _number("Real tokens a step", f"{epoch.tokens_per_step:,.0f}", _ranks(epoch.world_size)),
         _number("Fill", f"{fill:.1%}", f"of the largest T, {workload.shapes.max:,}"),
-        _number("Pad ratio", f"{result['pad_ratio']:.2%}", "of computed tokens"),
-        _number("Graphs", f"{sum(result['graphs'].values())}", _roles(result["graphs"])),
-        _imbalance(result),
+        _number("Pad ratio", f"{epoch.pad_ratio:.2%}", "of computed tokens"),
+        _number("Graphs", f"{sum(plan.graphs.values())}", _roles(plan.graphs)),
+        _imbalance(epoch),
     ]
     return _write(
         path,
         title=f"Plan of {name}",
-        under=f"{result['mode']} · shapes {workload.shapes.kind}, {workload.shapes.describe()} · "
-        f"{result['parameters']:,} parameters · {workload.recipe.data.source}",
+        under=f"{plan.mode} · shapes {workload.shapes.kind}, {workload.shapes.describe()} · "
+        f"{plan.parameters:,} parameters · {workload.recipe.data.source}",
         headline=headline,
         figures=figures,
-        tables=plan_tables(result),
-        refused=result["refused"],
+        tables=plan_tables(plan, comparison, command),
+        refused=comparison.refused,
     )
 
 
-def _imbalance(result: Mapping[str, Any]) -> dict:
-    if result["world_size"] == 1:
+def _imbalance(epoch: EpochNumbers) -> dict:
+    if epoch.world_size == 1:
         return _number("Slowest rank", "–", "one rank; --world-size plans for more")
-    floor, before = result["imbalance_mean_floor"], result["imbalance_mean_unbalanced"]
+    floor, before = epoch.imbalance_mean_floor, epoch.imbalance_mean_unbalanced
     note = f"over the mean; before {before:.1%}, possible {floor:.1%}"
-    return _number("Slowest rank", f"{result['imbalance_mean']:.1%}", note)
+    return _number("Slowest rank", f"{epoch.imbalance_mean:.1%}", note)
 
 
 def _ranks(world_size: int) -> str:
