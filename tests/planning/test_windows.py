@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 
 import numpy as np
@@ -201,17 +202,17 @@ def test_wider_windows_pad_less_and_mix_less():
 def test_a_window_of_one_micro_batch_sorts_nothing_and_a_larger_one_trades_mixing_for_padding():
     lengths = np.random.default_rng(0).integers(1, 65, 4000).astype(np.int32)
     rows = window_trade(lengths, 8, EXACT, [8, 80, 4000], per_step=4, seed=0)
-    assert [row["window"] for row in rows] == [8, 80, 4000]
-    padding, mixing = ([row[name] for row in rows] for name in ("batch_overhead", "length_mixing"))
+    assert [row.window for row in rows] == [8, 80, 4000]
+    padding, mixing = ([getattr(row, name) for row in rows] for name in ("batch_overhead", "length_mixing"))
     assert padding == sorted(padding, reverse=True)
     assert padding[-1] < 0.01 < 0.5 < padding[0]
     assert mixing == sorted(mixing, reverse=True)
     assert mixing[-1] < 0.01
     assert mixing[0] == pytest.approx(1, abs=0.05)
-    assert all(row["length_mixing_of_steps"] > 0.7 for row in rows)
+    assert all(row.length_mixing_of_steps > 0.7 for row in rows)
 
 
 def test_window_trade_of_a_few_samples_has_whole_values():
     rows = window_trade(np.array([4, 1, 4, 1], np.int32), 2, np.array([4]), [4], per_step=1, seed=0)
     expected = {"window": 4, "batch_overhead": 0.6, "length_mixing": 0.0, "length_mixing_of_steps": 0.0}
-    assert rows == [pytest.approx(expected, abs=1e-12)]
+    assert [dataclasses.asdict(row) for row in rows] == [pytest.approx(expected, abs=1e-12)]
