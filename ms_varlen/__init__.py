@@ -23,7 +23,7 @@ _HOME = {
     # plan
     "EpochPlan": "ms_varlen.planning.plan",
     "PlanSettings": "ms_varlen.planning.plan",
-    "token_budget_offsets": "ms_varlen.planning.batching",
+    "token_budget_offsets": "ms_varlen.planning.batches",
     # shapes and operators
     "TokenShapes": "ms_varlen.graph.shapes",
     "attention_columns": "ms_varlen.ops.attention",
@@ -60,7 +60,7 @@ if TYPE_CHECKING:  # the same for editors and type checkers
     from ms_varlen.modes import Mode
     from ms_varlen.ops.attention import attention_columns, attention_inputs, declared_batch, varlen_attention
     from ms_varlen.ops.loss import linear_cross_entropy
-    from ms_varlen.planning.batching import token_budget_offsets
+    from ms_varlen.planning.batches import token_budget_offsets
     from ms_varlen.planning.plan import EpochPlan, PlanSettings
 else:
 

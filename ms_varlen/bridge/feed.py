@@ -143,9 +143,8 @@ class Feed:
         """What a step holds over all ranks, under the names of metrics.jsonl; `imbalance` is max / mean - 1 of work."""
         state, plan = self._plan(step)
         settings = plan.settings
-        bounds = plan.offsets[state.step * settings.per_step : (state.step + 1) * settings.per_step + 1]
         ids = plan.step_ids(state.step)
-        lengths, offsets = np.asarray(self.workload.store.train.lengths[ids]), bounds - bounds[0]
+        lengths, offsets = np.asarray(self.workload.store.train.lengths[ids]), plan.step_offsets(state.step)
         real = int(lengths.sum(dtype=np.int64))
         computed, flops = self._work(lengths, offsets)
         work = flops.reshape(settings.world_size, settings.micro_batches).sum(axis=1)

@@ -2,8 +2,8 @@
 
 A step waits for its slowest rank, and a rank's time is the sum over its micro-batches. So ranks are balanced, by cost,
 and micro-batches only have to hold what they may: the token budget and the cap of segments are hard, and none is empty.
-The longest processing time first (LPT) goes to the least loaded rank; then the slowest rank shares some samples anew
-with a faster one, the best of all ways to do so, again and again. That gets further than swaps of two samples where
+The longest processing time first (LPT) goes to the least loaded rank; then the slowest rank shares some samples
+again with a faster one, the best of all ways to do so, and so on. That gets further than swaps of two samples where
 budgets are nearly full, and where padding grows in jumps. What a step trains stays the same, so the loss and the
 gradient do too.
 
@@ -21,21 +21,20 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ms_varlen.errors import DataError
-from ms_varlen.planning.batching import CHUNK_BATCHES, reorder
+from ms_varlen.planning.batches import CHUNK_BATCHES, Batches
 
 GOOD_ENOUGH = 0.003
 """A step whose slowest rank is at most this much over the mean is left alone; less is lost in the noise of a step."""
 
 ATTEMPTS = 32
-"""Most times that a step's slowest rank shares samples anew."""
+"""Most times that a step's slowest rank shares samples again."""
 
 SHARED = 10
-"""Samples of two ranks that are shared anew at a time: each of the 2 ** 10 ways is tried. One more takes twice the
+"""Samples of two ranks that are shared again at a time: each of the 2 ** 10 ways is tried. One more takes twice the
 time; on the built-in corpus the slowest of two ranks is then 0.02 % faster."""
 
 STEPS_AT_ONCE = 8
-"""Steps that samples are shared anew in together: their 2 ** `SHARED` ways stay in the cache."""
+"""Steps in which samples are shared again together: their 2 ** `SHARED` ways stay in the cache."""
 
 CHUNK_SAMPLES = 400_000
 """Samples worked on together: enough that NumPy's overhead vanishes, few enough to stay in the cache."""
@@ -96,75 +95,39 @@ def imbalance(costs: np.ndarray) -> np.ndarray:
     return costs.max(axis=-1) / costs.mean(axis=-1) - 1
 
 
-def rank_costs(costs: Costs, order: np.ndarray, offsets: np.ndarray, grid: StepGrid) -> np.ndarray:
-    """The work of each rank in each whole step of a plan.
-
-    Args:
-        costs: work per sample.
-        order: sample ids in the order of training.
-        offsets: [k+1] ints, where each micro-batch starts in `order`.
-    Returns:
-        [steps, R] float64.
-    """
-    whole = (offsets.size - 1) // grid.parts * grid.parts
-    work = micro_batch_costs(costs, order, offsets[: whole + 1])
+def rank_costs(costs: Costs, batches: Batches, grid: StepGrid) -> np.ndarray:
+    """[steps, R] float64, the work of each rank in each whole step of a plan."""
+    work = micro_batch_costs(costs, batches.first(len(batches) // grid.parts * grid.parts))
     return work.reshape(-1, grid.world_size, grid.micro_batches).sum(axis=2)
 
 
-def micro_batch_costs(costs: Costs, order: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """[k] float64, the work of each micro-batch of a plan; arguments as in `rank_costs`."""
-    work = np.zeros(offsets.size - 1)
+def micro_batch_costs(costs: Costs, batches: Batches) -> np.ndarray:
+    """[k] float64, the work of each micro-batch of a plan."""
+    work, offsets = np.zeros(len(batches)), batches.offsets
     for first in range(0, work.size, CHUNK_BATCHES):
         last = min(first + CHUNK_BATCHES, work.size)
-        ids = order[offsets[first] : offsets[last]]
-        work[first:last] = np.add.reduceat(costs(ids).astype(np.float64), offsets[first:last] - offsets[first])
+        values = costs(batches.ids(first, last)).astype(np.float64)
+        work[first:last] = np.add.reduceat(values, offsets[first:last] - offsets[first])
     return work
 
 
-def balance_step(lengths: np.ndarray, costs: np.ndarray, grid: StepGrid) -> np.ndarray:
-    """Deal the samples of one step.
+def balance_plan(lengths: np.ndarray, costs: Costs, batches: Batches, grid: StepGrid) -> Batches:
+    """Deal the samples of every whole step of a plan again; each step keeps its samples, and no step gets worse.
 
-    Args:
-        lengths: [n] ints, tokens per sample.
-        costs: [n] floats above 0, work per sample.
-    Returns:
-        [n] int64, the part of each sample. No part is empty if there are as many samples as parts.
-    Raises:
-        DataError: the samples found no place within the token budget and the cap of segments.
-    """
-    steps = _Steps(lengths[None], costs[None], np.array([lengths.size]), grid)
-    parts = steps.longest_first()
-    if (parts < 0).any():
-        raise DataError(
-            f"the samples of a step must fit {grid.parts} micro-batches of {grid.token_budget} tokens and "
-            f"{grid.max_segments} segments, got {lengths.size} samples of {int(lengths.sum(dtype=np.int64))} tokens; "
-            "raise batch.token_budget or batch.micro_batches"
-        )
-    return steps.share_anew(parts)[0]
-
-
-def balance_plan(
-    lengths: np.ndarray, costs: Costs, order: np.ndarray, offsets: np.ndarray, grid: StepGrid
-) -> tuple[np.ndarray, np.ndarray]:
-    """Deal the samples of every whole step of a plan anew; each step keeps its samples, and no step gets worse.
-
-    The micro-batches after the last whole step stay as they are.
+    The micro-batches after the last whole step stay as they are. Within a micro-batch samples keep their order.
 
     Args:
         lengths: [n] ints, tokens per sample, by id.
         costs: work per sample.
-        order: sample ids in the order of training.
-        offsets: [k+1] ints, where each micro-batch starts in `order`; each holds to the limits of `grid`.
-    Returns:
-        order and offsets ([k+1] int64) of the balanced plan. Within a micro-batch samples keep their order.
+        batches: each holds to the limits of `grid`.
     """
-    order, offsets = order.copy(), offsets.astype(np.int64)
-    steps = (offsets.size - 1) // grid.parts
+    steps = len(batches) // grid.parts
     if grid.world_size == 1 or steps == 0:
-        return order, offsets
+        return batches
     if grid.groups > 1:
-        order, offsets = _deal_to_groups(costs, order, offsets, grid)
+        batches = _deal_to_groups(costs, batches, grid)
         steps, grid = steps * grid.groups, dataclasses.replace(grid, world_size=grid.world_size // grid.groups)
+    order, offsets = batches.order.copy(), batches.offsets.astype(np.int64)
     step_offsets = offsets[: steps * grid.parts + 1 : grid.parts].copy()
     per_chunk = max(1, int(CHUNK_SAMPLES / np.diff(step_offsets).mean()))
     for first in range(0, steps, per_chunk):
@@ -176,7 +139,7 @@ def balance_plan(
         order[step_offsets[first] : step_offsets[last]] = ids[np.argsort(parts, kind="stable")]
         filled = np.bincount(parts, minlength=sizes.size)
         offsets[bounds.start + 1 : bounds.stop] = step_offsets[first] + np.cumsum(filled)
-    return order, offsets
+    return Batches(order, offsets)
 
 
 def balance_micro_batches(costs: np.ndarray, world_size: int, micro_batches: int) -> np.ndarray:
@@ -193,8 +156,8 @@ def balance_micro_batches(costs: np.ndarray, world_size: int, micro_batches: int
     grid = StepGrid(world_size, 1, micro_batches, micro_batches)
     whole = costs.size // (world_size * micro_batches) * world_size * micro_batches
     offsets = np.arange(0, whole + 1, micro_batches)
-    order, _ = balance_plan(np.ones(whole, np.int32), costs.take, np.arange(whole), offsets, grid)
-    return np.append(order, np.arange(whole, costs.size))
+    dealt = balance_plan(np.ones(whole, np.int32), costs.take, Batches(np.arange(whole), offsets), grid)
+    return np.append(dealt.order, np.arange(whole, costs.size))
 
 
 def steps_of_like_costs(costs: np.ndarray, per_step: int, rng: np.random.Generator) -> np.ndarray:
@@ -218,14 +181,12 @@ def steps_of_like_costs(costs: np.ndarray, per_step: int, rng: np.random.Generat
     return np.append(steps[shuffled], np.arange(whole, costs.size))
 
 
-def _deal_to_groups(
-    costs: Costs, order: np.ndarray, offsets: np.ndarray, grid: StepGrid
-) -> tuple[np.ndarray, np.ndarray]:
-    """Order and offsets with the ranks of each step in another order: each group of ranks has about the same work."""
-    work = rank_costs(costs, order, offsets, grid).ravel()
+def _deal_to_groups(costs: Costs, batches: Batches, grid: StepGrid) -> Batches:
+    """The ranks of each step in another order, so that each group of ranks has about the same work."""
+    work = rank_costs(costs, batches, grid).ravel()
     ranks = balance_micro_batches(work, grid.groups, grid.world_size // grid.groups)
-    batches = (ranks[:, None] * grid.micro_batches + np.arange(grid.micro_batches)).ravel()
-    return reorder(order, offsets, np.append(batches, np.arange(batches.size, offsets.size - 1)))
+    dealt = (ranks[:, None] * grid.micro_batches + np.arange(grid.micro_batches)).ravel()
+    return batches.reordered(np.append(dealt, np.arange(dealt.size, len(batches))))
 
 
 def _balance_chunk(
@@ -249,7 +210,7 @@ def _balance_chunk(
     parts[worse] = before[worse]
     worse = steps.loads(parts).max(axis=1) > steps.loads(before).max(axis=1)
     parts[worse] = before[worse]
-    return (steps.share_anew(parts) + np.arange(counts.size)[:, None] * grid.parts)[real]
+    return (steps.share_again(parts) + np.arange(counts.size)[:, None] * grid.parts)[real]
 
 
 class _Steps:
@@ -312,7 +273,7 @@ class _Steps:
         np.put_along_axis(result, by_cost, parts, axis=1)
         return result
 
-    def share_anew(self, parts: np.ndarray) -> np.ndarray:
+    def share_again(self, parts: np.ndarray) -> np.ndarray:
         """[S, N] parts, improved: no step's slowest rank gets slower."""
         parts = parts.copy()
         active = np.arange(parts.shape[0])

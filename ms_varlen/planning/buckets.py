@@ -4,12 +4,9 @@ A histogram is enough, so the same functions choose lengths of rows (from the le
 the tokens of micro-batches). Everywhere a length equal to a boundary belongs to that boundary::
 
     boundaries  64 128 256        lengths 64 65 256  ->  buckets 0 1 2
-
-Lengths of median 180 and P99 2048, clipped to 4096, divisor 16: 12 optimal boundaries compute 20.2 % padding,
-`dense_low` 21.6 %, `geometric` 28.5 %, `uniform` 66.4 %, `equal_counts` 84.1 %.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -184,83 +181,6 @@ def _trace(candidates: np.ndarray, splits: list[np.ndarray]) -> np.ndarray:
     return np.setdiff1d(candidates[at], [0])
 
 
-def dense_low(longest: int, num_buckets: int, divisor: int) -> np.ndarray:
-    """The kind of list that people write by hand: even steps for short lengths, then two steps per doubling.
-
-    Twelve up to 4096 are 64 128 192 256 384 512 768 1024 1536 2048 3072 4096.
-
-    Args:
-        longest: the longest length, in tokens.
-        num_buckets: the most boundaries; some fall together when they are rounded up to `divisor`.
-        divisor: boundaries are multiples of it.
-    Returns:
-        [K] int64, increasing.
-    """
-    doublings = 2 ** np.arange(num_buckets, dtype=np.float64)
-    steps = np.sort(np.concatenate([doublings, 3 * doublings]))[:num_buckets]
-    return _rounded_up(longest * (steps / steps[-1]), divisor)
-
-
-def geometric(longest: int, num_buckets: int, divisor: int) -> np.ndarray:
-    """Boundaries from `divisor` to `longest` that grow by a constant factor; arguments as in `dense_low`."""
-    return _rounded_up(np.geomspace(longest, divisor, num_buckets), divisor)
-
-
-def uniform(longest: int, num_buckets: int, divisor: int) -> np.ndarray:
-    """Boundaries at equal distances; arguments as in `dense_low`."""
-    return _rounded_up(longest * np.arange(1, num_buckets + 1) / num_buckets, divisor)
-
-
-def equal_counts(counts: np.ndarray, num_buckets: int, divisor: int) -> np.ndarray:
-    """Boundaries with equally many samples between them, as near as `divisor` allows.
-
-    Args:
-        counts: [longest + 1] ints, how many samples have each length.
-        num_buckets: the most boundaries.
-        divisor: boundaries are multiples of it.
-    Returns:
-        [K] int64, increasing.
-    """
-    reached = np.cumsum(counts)
-    return _rounded_up(np.searchsorted(reached, reached[-1] * np.arange(1, num_buckets + 1) / num_buckets), divisor)
-
-
-def _rounded_up(boundaries: np.ndarray, divisor: int) -> np.ndarray:
-    # Rounded first: 4096 * (1/64) * 64 and the like may end a hair above the multiple that they are.
-    return np.unique(np.ceil(np.round(boundaries / divisor, 9)).astype(np.int64) * divisor)
-
-
-def check_boundaries(boundaries: Sequence[int], longest: int, divisor: int, name: str) -> np.ndarray:
-    """An explicit list as a validated array.
-
-    Args:
-        boundaries: ints, increasing multiples of `divisor`.
-        longest: the longest length that must fit, in tokens.
-        divisor: see above.
-        name: what to call the list in an error, for example ``shapes.row_buckets``.
-    Returns:
-        [K] int64.
-    Raises:
-        ShapesError: the message gives the place in the list.
-    """
-    if not boundaries or any(type(boundary) is not int for boundary in boundaries):
-        raise ShapesError(f"{name} must be a list of whole numbers, got {list(boundaries)!r}; give one size at least")
-    before = 0
-    for place, boundary in enumerate(boundaries):
-        if boundary <= before or boundary % divisor:
-            raise ShapesError(
-                f"{name}[{place}] must be a multiple of {divisor} (shapes.divisor) above {before}, got {boundary}; "
-                f"{before + divisor - before % divisor} is the next"
-            )
-        before = boundary
-    if before < longest:
-        raise ShapesError(
-            f"{name}[{len(boundaries) - 1}], the last, must be >= {longest}, the longest there is, got {before}; "
-            f"append {-(-longest // divisor) * divisor}"
-        )
-    return np.array(boundaries, np.int64)
-
-
 def bucket_of(lengths: np.ndarray, boundaries: np.ndarray) -> np.ndarray:
     """The smallest bucket that holds each length; equal to a boundary belongs to that boundary.
 
@@ -280,20 +200,3 @@ def bucket_of(lengths: np.ndarray, boundaries: np.ndarray) -> np.ndarray:
             "append a larger bucket, or lower model.seq_length and choose a data.overlong policy"
         )
     return buckets
-
-
-def padding_overhead(lengths: np.ndarray, boundaries: np.ndarray) -> float:
-    """Padding per real token when each length is rounded up to its bucket: computed/real - 1.
-
-    Args:
-        lengths: [n] ints >= 1, tokens, n >= 1.
-        boundaries: [K] ints, increasing.
-    Raises:
-        LengthsError: as `bucket_of`.
-    """
-    computed = real = 0
-    for first in range(0, lengths.size, BLOCK):
-        block = lengths[first : first + BLOCK]
-        computed += int(boundaries[bucket_of(block, boundaries)].sum())
-        real += int(block.sum(dtype=np.int64))
-    return computed / real - 1

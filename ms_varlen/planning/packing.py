@@ -1,7 +1,6 @@
 """Which samples share a micro-batch so that it is full: best fit over a length histogram, and a shuffled kind of it.
 
-Every packer puts each sample into exactly one pack, never splits or joins samples, and returns `order` and `offsets` as
-an `EpochPlan` has them: pack i holds the samples ``order[offsets[i]:offsets[i + 1]]``.
+Every packer puts each sample into exactly one pack, and never splits or joins samples.
 
 - `pack_best_fit` makes almost the fewest packs while `max_segments` is out of reach, but clumps short samples together
   (hundreds of one length in a pack), so a tight `max_segments` costs it 6 %, where the shuffled kind loses 0.03 %;
@@ -20,13 +19,15 @@ from typing import NamedTuple
 import numpy as np
 
 from ms_varlen.errors import DataError
+from ms_varlen.planning.batches import Batches
 from ms_varlen.planning.buckets import BLOCK, length_counts
 
 LONG_PART = 8
 """`pack_shuffled` places samples above capacity/8 by best fit and the others at random."""
 
 SPREAD = 1.05
-"""Where short samples are a quarter of the tokens or more, long ones fill their share of each pack, times this."""
+"""If short samples hold at least 25 % of all tokens, long samples may fill at most SPREAD times their token share of a
+pack; the rest is left for short ones."""
 
 RESERVE_PART = 128
 """capacity/128 of each pack is left for the samples that close its gap, so that they are more than the gaps."""
@@ -106,7 +107,7 @@ def best_fit_histogram(counts: np.ndarray, capacity: int, max_segments: int) -> 
 
 
 def _best_fit(counts: np.ndarray, capacity: int, max_segments: int, open_groups: np.ndarray) -> PackGroups:
-    """Lengths from long to short, each into the smallest space that holds it; into new packs where there is none.
+    """Lengths from long to short, each into the smallest space that holds it; into new packs if none does.
 
     Args:
         open_groups: [g, 3] ints: space (1 to `capacity`), slots (>= 1) and number of packs that are begun already.
@@ -212,23 +213,20 @@ def _check(lengths: np.ndarray, capacity: int, max_segments: int) -> None:
         raise DataError(f"max_segments must be >= 1, got {max_segments}; raise batch.max_segments")
 
 
-def _fill(groups: PackGroups, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`order` and `offsets` of packs that hold samples of these lengths."""
-    offsets = np.append(0, np.cumsum(groups.samples))
-    order = np.empty(lengths.size, np.int64)
-    _write(groups, _by_length(lengths), offsets, order)
-    return order, offsets
+def _fill(groups: PackGroups, lengths: np.ndarray) -> Batches:
+    """Packs that hold samples of these lengths."""
+    packs = Batches.of_sizes(np.empty(lengths.size, np.int64), groups.samples)
+    _write(groups, _by_length(lengths), packs.offsets, packs.order)
+    return packs
 
 
-def pack_best_fit(lengths: np.ndarray, capacity: int, max_segments: int) -> tuple[np.ndarray, np.ndarray]:
+def pack_best_fit(lengths: np.ndarray, capacity: int, max_segments: int) -> Batches:
     """Best fit decreasing; samples of equal length are taken in their order, packs stand from long samples to short.
 
     Args:
         lengths: [n] ints, tokens per sample, 1 to `capacity`.
         capacity: most tokens of a pack.
         max_segments: most samples of a pack.
-    Returns:
-        `order` [n] int64 and `offsets` [k+1] int64. Uses 20 bytes a sample at its peak.
     Raises:
         DataError: a sample that is empty or above the capacity; the message gives its place.
     """
@@ -236,9 +234,7 @@ def pack_best_fit(lengths: np.ndarray, capacity: int, max_segments: int) -> tupl
     return _fill(best_fit_histogram(length_counts(lengths), capacity, max_segments), lengths)
 
 
-def pack_shuffled(
-    lengths: np.ndarray, capacity: int, max_segments: int, rng: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray]:
+def pack_shuffled(lengths: np.ndarray, capacity: int, max_segments: int, rng: np.random.Generator) -> Batches:
     """Full packs of random samples in random order, for training.
 
     Samples are drawn into windows. In each window
@@ -257,8 +253,6 @@ def pack_shuffled(
         capacity: most tokens of a pack.
         max_segments: most samples of a pack.
         rng: decides everything random, so the same state gives the same packs.
-    Returns:
-        `order` [n] int64 and `offsets` [k+1] int64. Uses 8 bytes a sample, and 300 MB besides.
     Raises:
         DataError: a sample that is empty or above the capacity; the message gives its place.
     """
@@ -271,7 +265,7 @@ def pack_shuffled(
         places, window_sizes = _pack_window(lengths[ids], capacity, max_segments, rng)
         order[first:last] = ids[places]
         sizes.append(window_sizes)
-    return order, np.append(0, np.cumsum(np.concatenate(sizes)))
+    return Batches.of_sizes(order, np.concatenate(sizes))
 
 
 def _pack_window(
@@ -337,9 +331,9 @@ def _pack_long(
         if part >= 1.0 or groups.num_packs <= fewest:
             break
         part *= 1.25
-    order, offsets = _fill(groups, limited)
-    ends = np.append(0, np.cumsum(lengths[long[order]], dtype=np.int64))
-    return order, np.diff(offsets), capacity - np.diff(ends[offsets])
+    packs = _fill(groups, limited)
+    ends = np.append(0, np.cumsum(lengths[long[packs.order]], dtype=np.int64))
+    return packs.order, packs.sizes, capacity - np.diff(ends[packs.offsets])
 
 
 def _new_packs(

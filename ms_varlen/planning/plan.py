@@ -2,7 +2,7 @@
 
 A plan is a pure function of (lengths, seed, epoch, batch settings, world size), so a place in it is three values:
 epoch, step, and the fingerprint of what the plan was made from. Resuming is a look-up. When the settings change in the
-middle of an epoch, the samples that were trained are remembered, and the rest of the epoch is planned anew.
+middle of an epoch, the samples that were trained are remembered, and the rest of the epoch is planned again.
 """
 
 import dataclasses
@@ -23,21 +23,19 @@ from ms_varlen.planning.balance import (
     micro_batch_costs,
     steps_of_like_costs,
 )
-from ms_varlen.planning.batching import reorder, row_offsets, token_budget_offsets
+from ms_varlen.planning.batches import Batches, row_offsets, token_budget_offsets
 from ms_varlen.planning.buckets import bucket_of
 from ms_varlen.planning.cost import CostModel, tail_squares
 from ms_varlen.planning.packing import pack_shuffled
 from ms_varlen.planning.remainder import TrainedSet, original_ids
-from ms_varlen.planning.windows import bucket_rows, bucketed_batches, windowed_batches
-
-PlanArrays = tuple[np.ndarray, np.ndarray]
-"""Order and offsets of a plan."""
+from ms_varlen.planning.rows import bucket_rows, bucketed_batches, windowed_batches
 
 ADDED = {"divisor": 1, "token_sizes": (), "seq_length": 1}
-"""Settings that the first checkpoints do not have, and their values then, which leave the fingerprint as it was."""
+"""Fields added after format 1, with the old behaviour as default. At that value they stay out of the fingerprint, so
+old checkpoints still resume."""
 
-SharePlan = Callable[[str, Callable[[], PlanArrays]], PlanArrays]
-"""Gives the plan of a name, made by the function unless somebody else has made it."""
+SharePlan = Callable[[str, Callable[[], Batches]], Batches]
+"""share(key, make): return the plan stored under `key`; call `make` only if no process on this node has made it yet."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,10 +113,9 @@ class EpochPlan:
         epoch: number of the epoch; each has an order of its own. None keeps the samples in their order and leaves none
             over: the plan of an evaluation.
         remaining: [m] sample ids, ascending, of an epoch that was begun under other settings; by default all.
-        share: takes the function that makes order and offsets, and gives what it makes; by default calls it.
+        share: called with the function that makes the micro-batches; returns its result. By default calls it.
     Attributes:
-        order: [n] int64, all sample ids in the order of training.
-        offsets: [k+1] int64, where each micro-batch starts in `order`.
+        batches: all micro-batches in the order of training, those left over included.
         num_steps: steps of this epoch.
         left_over: [m] sample ids of the epoch's end that do not fill a step; they are not trained in this epoch.
     """
@@ -129,7 +126,7 @@ class EpochPlan:
         settings: PlanSettings,
         epoch: int | None,
         remaining: np.ndarray | None = None,
-        share: Callable[[Callable[[], PlanArrays]], PlanArrays] | None = None,
+        share: Callable[[Callable[[], Batches]], Batches] | None = None,
     ):
         self.settings = settings
         planned = lengths if remaining is None else lengths[remaining]
@@ -140,40 +137,47 @@ class EpochPlan:
                 "empty ones (data.min_tokens does)"
             )
 
-        def make() -> PlanArrays:
-            order, offsets = _micro_batches(planned, settings, epoch)
-            if settings.per_step > 1 and epoch is not None and order.size:
-                order, offsets = _balanced(planned, settings, epoch, order, offsets)
-            return (order if remaining is None else original_ids(order, remaining)), offsets
+        def make() -> Batches:
+            batches = _micro_batches(planned, settings, epoch)
+            if settings.per_step > 1 and epoch is not None and len(batches):
+                batches = _balanced(planned, settings, epoch, batches)
+            if remaining is None:
+                return batches
+            return dataclasses.replace(batches, order=original_ids(batches.order, remaining))
 
-        self.order, self.offsets = make() if share is None else share(make)
-        self.num_micro_batches = self.offsets.size - 1
-        self.num_steps = self.num_micro_batches // settings.per_step
-        self.left_over = self.order[self.offsets[self.num_steps * settings.per_step] :]
+        self.batches = make() if share is None else share(make)
+        self.num_steps = len(self.batches) // settings.per_step
+        self.left_over = self.batches.ids(self.num_steps * settings.per_step, len(self.batches))
         if self.num_steps == 0 and remaining is None:
             raise DataError(
                 f"an epoch must fill at least one step ({settings.per_step} micro-batches), got "
-                f"{self.num_micro_batches} micro-batches from {lengths.size} samples; lower batch.micro_batches or "
+                f"{len(self.batches)} micro-batches from {lengths.size} samples; lower batch.micro_batches or "
                 "batch.token_budget, use fewer ranks, or bring more data"
             )
 
     def micro_batch(self, step: int, micro_batch: int, rank: int = 0) -> np.ndarray:
         """[B] sample ids of one micro-batch, in their order on the token axis."""
         index = (step * self.settings.world_size + rank) * self.settings.micro_batches + micro_batch
-        return self.order[self.offsets[index] : self.offsets[index + 1]]
+        return self.batches.ids(index, index + 1)
 
     def step_ids(self, step: int) -> np.ndarray:
         """All sample ids of a step, over all ranks and micro-batches."""
         per_step = self.settings.per_step
-        return self.order[self.offsets[step * per_step] : self.offsets[(step + 1) * per_step]]
+        return self.batches.ids(step * per_step, (step + 1) * per_step)
 
     def trained_ids(self, steps: int) -> np.ndarray:
         """All sample ids of the first `steps` steps."""
-        return self.order[: self.offsets[steps * self.settings.per_step]]
+        return self.batches.ids(0, steps * self.settings.per_step)
+
+    def step_offsets(self, step: int) -> np.ndarray:
+        """[per_step + 1] int64, where each micro-batch of a step starts in `step_ids`."""
+        per_step = self.settings.per_step
+        offsets = self.batches.offsets[step * per_step : (step + 1) * per_step + 1]
+        return offsets - offsets[0]
 
 
-def _micro_batches(lengths: np.ndarray, settings: PlanSettings, epoch: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Order and offsets of an epoch's micro-batches; without an epoch, as near as may be in the samples' own order."""
+def _micro_batches(lengths: np.ndarray, settings: PlanSettings, epoch: int | None) -> Batches:
+    """An epoch's micro-batches; without an epoch, as near as may be in the samples' own order."""
     rng = None if epoch is None else np.random.default_rng([settings.seed, epoch])
     if settings.policy == "packed" and rng is not None:
         return pack_shuffled(lengths, settings.size, settings.max_segments, rng)
@@ -181,19 +185,15 @@ def _micro_batches(lengths: np.ndarray, settings: PlanSettings, epoch: int | Non
     row_lengths = np.array(settings.row_lengths)
     if settings.policy == "bucketed":
         rows = bucket_rows(row_lengths, settings.size, settings.max_segments)
-        return bucketed_batches(lengths, order, row_lengths, rows, rng)[:2]
+        return bucketed_batches(lengths, order, row_lengths, rows, rng)
     if settings.policy == "rows":
         if settings.window is None or rng is None:
-            return order, row_offsets(lengths.size, settings.size)
-        # A budget that any row length leaves `size` rows of: the count decides, the window sorts.
-        budget = settings.size * int(row_lengths[-1])
-        return windowed_batches(lengths, order, settings.window, budget, settings.size, row_lengths, rng)
-    return order, token_budget_offsets(lengths[order], settings.size, settings.max_segments)
+            return Batches(order, row_offsets(lengths.size, settings.size))
+        return windowed_batches(lengths, order, settings.window, settings.size, row_lengths, rng)
+    return Batches(order, token_budget_offsets(lengths[order], settings.size, settings.max_segments))
 
 
-def _balanced(
-    lengths: np.ndarray, settings: PlanSettings, epoch: int, order: np.ndarray, offsets: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def _balanced(lengths: np.ndarray, settings: PlanSettings, epoch: int, batches: Batches) -> Batches:
     """The plan, dealt over ranks so that each has about the same work in a step.
 
     Which samples make a step depends on the micro-batches of a step alone, however many ranks share them; but for
@@ -209,22 +209,23 @@ def _balanced(
         padding = settings.computed_tokens(tokens) - tokens
         work = padding + settings.quadratic_cost * tail_squares(padding, settings.seq_length)
         grid = StepGrid(settings.world_size, settings.micro_batches, settings.size, settings.max_segments, work)
-        return balance_plan(lengths, costs_of, order, offsets, grid)
+        return balance_plan(lengths, costs_of, batches, grid)
     # Rows of one length, or samples that fit together, stay together: whole micro-batches are dealt.
-    costs = micro_batch_costs(costs_of, order, offsets)
+    costs = micro_batch_costs(costs_of, batches)
     if settings.policy != "packed":
-        longest, rows = np.maximum.reduceat(lengths[order], offsets[:-1]), np.diff(offsets)
+        in_order = lengths[batches.order]
+        longest, rows = batches.maxima(in_order), batches.sizes
         if settings.policy == "bucketed":  # padding is no part of a sample's attention
             row_lengths = np.array(settings.row_lengths)[bucket_of(longest, np.array(settings.row_lengths))]
-            costs += row_lengths * rows - np.add.reduceat(lengths[order], offsets[:-1], dtype=np.int64)
+            costs += row_lengths * rows - batches.sums(in_order)
         else:
             costs = cost.cost(longest) * rows
-    batches = np.arange(costs.size)
+    chosen = np.arange(costs.size)
     if settings.world_size > 1 or settings.policy != "bucketed":
         rng = np.random.default_rng([settings.seed, epoch, 1])
-        batches = steps_of_like_costs(costs, settings.per_step, rng)
-    dealt = balance_micro_batches(costs[batches], settings.world_size, settings.micro_batches)
-    return reorder(order, offsets, batches[dealt])
+        chosen = steps_of_like_costs(costs, settings.per_step, rng)
+    dealt = balance_micro_batches(costs[chosen], settings.world_size, settings.micro_batches)
+    return batches.reordered(chosen[dealt])
 
 
 class EpochPlans:
@@ -262,7 +263,7 @@ class EpochPlans:
             self._plans = {**kept, epoch: plan}
         return plan
 
-    def _shared(self, epoch: int) -> Callable[[Callable[[], PlanArrays]], PlanArrays] | None:
+    def _shared(self, epoch: int) -> Callable[[Callable[[], Batches]], Batches] | None:
         if self._share is None:
             return None
         name = f"{self.fingerprint}-{epoch}-{self.trained_before(epoch).fingerprint}"
@@ -324,7 +325,7 @@ class EpochPlans:
             raise CheckpointError(
                 f"plan.fingerprint must be {self.fingerprint} (this corpus and these batch settings), the checkpoint "
                 f"has {values['fingerprint']}; go on with the corpus and batch settings it was "
-                "written with, or begin anew with checkpoint.resume=never",
+                "written with, or begin again with checkpoint.resume=never",
                 "CKPT-RECIPE",
             )
         if values["trained_before"] is not None:

@@ -57,9 +57,7 @@ class StepLengths:
             step: of the plan.
             layout: where samples lie on T.
         """
-        offsets = plan.offsets[step * plan.settings.per_step : (step + 1) * plan.settings.per_step + 1]
-        chosen = np.asarray(lengths[plan.order[offsets[0] : offsets[-1]]])
-        offsets = offsets - offsets[0]
+        offsets, chosen = plan.step_offsets(step), np.asarray(lengths[plan.step_ids(step)])
         return cls(chosen, offsets, layout.computed_tokens(chosen, offsets), np.zeros(offsets.size - 1, np.int64))
 
     @classmethod

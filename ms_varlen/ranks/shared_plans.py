@@ -17,7 +17,8 @@ import numpy as np
 import psutil
 
 from ms_varlen.errors import DataError
-from ms_varlen.planning.plan import PlanArrays, SharePlan
+from ms_varlen.planning.batches import Batches
+from ms_varlen.planning.plan import SharePlan
 
 _NAME = "ms_varlen-plans-{user}-{launcher}"
 _IN_USE = "in_use.lock"
@@ -42,7 +43,7 @@ def plans_of_node(launcher: int) -> Iterator[SharePlan]:
                 _remove_unused(folder, lock)
 
 
-def _shared(folder: Path, used: list[IO[bytes]], name: str, make: Callable[[], PlanArrays]) -> PlanArrays:
+def _shared(folder: Path, used: list[IO[bytes]], name: str, make: Callable[[], Batches]) -> Batches:
     entry = folder / name
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -59,13 +60,13 @@ def _shared(folder: Path, used: list[IO[bytes]], name: str, make: Callable[[], P
             f"the plan must be written to the temporary folder for the other ranks of this node, got {error}; free "
             f"space in {folder.parent} or set TMPDIR"
         ) from error
-    return np.asarray(order), np.asarray(offsets)
+    return Batches(np.asarray(order), np.asarray(offsets))
 
 
-def _write(entry: Path, arrays: PlanArrays) -> None:
+def _write(entry: Path, batches: Batches) -> None:
     building = Path(tempfile.mkdtemp(dir=entry.parent))
-    for part, array in zip(("order", "offsets"), arrays, strict=True):
-        np.save(building / f"{part}.npy", array)
+    for part in ("order", "offsets"):
+        np.save(building / f"{part}.npy", getattr(batches, part))
     building.rename(entry)
 
 

@@ -82,8 +82,7 @@ def dump_bad_step(
         norm: of the step's gradient.
     """
     lengths = StepLengths.of_plan(workload.plans.lengths, plan, place.state.step, workload.layout)
-    first = plan.offsets[place.state.step * plan.settings.per_step]
-    ids = plan.order[first : first + lengths.lengths.size]
+    ids = plan.step_ids(place.state.step)
     spans = list(zip(lengths.offsets.tolist(), lengths.offsets[1:].tolist(), strict=False))
     batches = [
         {

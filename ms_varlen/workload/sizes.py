@@ -11,7 +11,7 @@ from ms_varlen.graph.shapes import TokenShapes, round_up
 from ms_varlen.planning.buckets import auto_boundaries, batch_maximum_counts, length_counts
 from ms_varlen.planning.cost import TOKENS, CostModel
 from ms_varlen.planning.plan import EpochPlans, PlanSettings, SharePlan
-from ms_varlen.planning.windows import bucket_rows, divisor_boundaries
+from ms_varlen.planning.rows import bucket_rows, divisor_boundaries
 from ms_varlen.recipe.recipe import Recipe
 
 
@@ -156,7 +156,7 @@ def recipe_shapes(recipe: Recipe, plans: EpochPlans, row_lengths: tuple[int, ...
             sizes = recipe.shapes.token_sizes
         else:
             plan = plans.epoch(0)
-            needed = np.add.reduceat(plans.lengths[plan.order], plan.offsets[:-1], dtype=np.int64)
+            needed = plan.batches.sums(plans.lengths[plan.batches.order])
             # Another epoch may fill a micro-batch further, so the budget is one of the sizes.
             lengths, counts = np.unique(np.append(needed, tokens), return_counts=True)
             num_buckets, divisor = recipe.shapes.num_buckets, recipe.shapes.divisor

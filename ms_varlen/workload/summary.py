@@ -10,11 +10,12 @@ from ms_varlen.data.tokens.cleaning import Ledger as CleaningLedger
 from ms_varlen.graph.shapes import TokenShapes
 from ms_varlen.modes import Mode
 from ms_varlen.planning.balance import imbalance
+from ms_varlen.planning.batches import Batches
 from ms_varlen.planning.cost import CostModel
 from ms_varlen.planning.ledger import EpochLedger
 from ms_varlen.planning.plan import EpochPlan, EpochPlans, PlanSettings
+from ms_varlen.planning.rows import batch_overhead, length_mixing
 from ms_varlen.planning.statistics import length_histogram, length_statistics
-from ms_varlen.planning.windows import batch_overhead, length_mixing
 from ms_varlen.workload.memory import step_memory
 from ms_varlen.workload.workload import Workload
 
@@ -30,8 +31,8 @@ def sampled_lengths(lengths: np.ndarray, most: int = MOST_SAMPLES) -> np.ndarray
 def epoch_batches(plans: EpochPlans) -> tuple[np.ndarray, np.ndarray, EpochPlan]:
     """The whole steps of epoch 0: the lengths of their samples in order, and the offsets of their micro-batches."""
     plan = plans.epoch(0)
-    offsets = plan.offsets[: plan.num_steps * plans.settings.per_step + 1]
-    return np.asarray(plans.lengths)[plan.order[: offsets[-1]]], offsets, plan
+    whole = plan.batches.first(plan.num_steps * plans.settings.per_step)
+    return np.asarray(plans.lengths)[whole.order], whole.offsets, plan
 
 
 def micro_batch_flops(layout: Layout, cost: CostModel, lengths: np.ndarray, offsets: np.ndarray) -> np.ndarray:
@@ -53,7 +54,7 @@ class EpochNumbers:
         sizes: different T that occur.
         max_segments_used: samples of the fullest micro-batch.
         batch_overhead: padding of rows, before T is rounded up.
-        length_mixing, length_mixing_of_steps: how well lengths are mixed; see `planning.windows.length_mixing`.
+        length_mixing, length_mixing_of_steps: how well lengths are mixed; see `planning.rows.length_mixing`.
         imbalance_mean, imbalance_max: how far the slowest rank is over the mean.
         imbalance_mean_floor: the mean that is possible; see `RankBalance`.
         imbalance_mean_unbalanced, imbalance_max_unbalanced: the same before samples were dealt over the ranks.
@@ -84,7 +85,7 @@ def epoch_numbers(plans: EpochPlans, layout: Layout, cost: CostModel) -> EpochNu
     computed = layout.computed_tokens(lengths, offsets)
     real, total = int(lengths.sum(dtype=np.int64)), int(computed.sum())
     balance = rank_balance(plans, layout, cost)
-    order, row_lengths = np.arange(lengths.size), np.array(layout.row_lengths)
+    batches, row_lengths = Batches(np.arange(lengths.size), offsets), np.array(layout.row_lengths)
     return EpochNumbers(
         world_size=plans.settings.world_size,
         steps_per_epoch=plan.num_steps,
@@ -95,9 +96,9 @@ def epoch_numbers(plans: EpochPlans, layout: Layout, cost: CostModel) -> EpochNu
         padding_overhead=total / real - 1,
         sizes=int(np.unique(computed).size),
         max_segments_used=int(np.diff(offsets).max()),
-        batch_overhead=batch_overhead(lengths, order, offsets, row_lengths) if row_lengths.size else 0.0,
-        length_mixing=length_mixing(lengths, order, offsets),
-        length_mixing_of_steps=length_mixing(lengths, order, offsets[:: plans.settings.per_step]),
+        batch_overhead=batch_overhead(lengths, batches, row_lengths) if row_lengths.size else 0.0,
+        length_mixing=length_mixing(lengths, batches),
+        length_mixing_of_steps=length_mixing(lengths, batches.grouped(plans.settings.per_step)),
         imbalance_mean=float(balance.after.mean()),
         imbalance_max=float(balance.after.max()),
         imbalance_mean_floor=float(balance.floor.mean()),

@@ -12,7 +12,7 @@ import numpy as np
 from ms_varlen.errors import VarlenError
 from ms_varlen.graph.shapes import round_up
 from ms_varlen.modes import MODES, Mode
-from ms_varlen.planning.batching import row_offsets
+from ms_varlen.planning.batches import row_offsets
 from ms_varlen.planning.cost import CostModel
 from ms_varlen.planning.work import EpochWork
 from ms_varlen.recipe.recipe import Recipe, parse_recipe

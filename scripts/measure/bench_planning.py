@@ -24,17 +24,10 @@ from typing import Any
 
 import numpy as np
 
-from ms_varlen.planning.buckets import (
-    BLOCK,
-    dense_low,
-    equal_counts,
-    geometric,
-    length_counts,
-    optimal_boundaries,
-    padding_overhead,
-    uniform,
-)
-from ms_varlen.planning.cost import TOKENS, CostModel
+from ms_varlen.planning.balance import micro_batch_costs
+from ms_varlen.planning.batches import Batches
+from ms_varlen.planning.buckets import BLOCK
+from ms_varlen.planning.cost import CostModel
 from ms_varlen.planning.packing import pack_best_fit, pack_shuffled
 from ms_varlen.planning.statistics import length_histogram, length_statistics
 from ms_varlen.recipe.recipe import parse_recipe
@@ -73,15 +66,9 @@ def lognormal(samples: int) -> np.ndarray:
     return lengths
 
 
-def read_order(lengths: np.ndarray, packed: tuple[np.ndarray, np.ndarray]) -> Packs:
-    """Packs given as `order` and `offsets`, read in blocks."""
-    order, offsets = packed
-    cuts = [*range(0, offsets.size - 1, BLOCK), offsets.size - 1]
-    tokens = [
-        np.add.reduceat(lengths[order[offsets[first] : offsets[last]]], offsets[first:last] - offsets[first])
-        for first, last in itertools.pairwise(cuts)
-    ]
-    return np.concatenate(tokens), np.diff(offsets)
+def read_order(lengths: np.ndarray, packed: Batches) -> Packs:
+    """Tokens and samples of our packs."""
+    return micro_batch_costs(lengths.take, packed).astype(np.int64), packed.sizes
 
 
 def first_fit_decreasing(lengths: np.ndarray) -> list[list[int]]:
@@ -248,35 +235,6 @@ def run_child(name: str, *arguments: str) -> dict:
     return json.loads(child.stdout.splitlines()[-1])
 
 
-def bench_buckets(samples: int) -> None:
-    """Print the padding overhead of each kind of list, the same K, on four kinds of lengths."""
-    rng = np.random.default_rng(0)
-    narrow = np.clip(np.round(rng.normal(600, 60, samples)), 1, CAPACITY).astype(np.int32)
-    peaks = np.where(rng.random(samples) < 0.7, rng.normal(120, 30, samples), rng.normal(3000, 300, samples))
-    corpora = {
-        "lognormal": lognormal(samples),
-        "narrow": narrow,
-        "bimodal": np.clip(np.round(peaks), 1, CAPACITY).astype(np.int32),
-        "long": np.clip(np.round(rng.lognormal(np.log(6000), 1.0, samples)), 1, 32768).astype(np.int32),
-    }
-    print(f"\npadding overhead (computed/real - 1), {samples:,} samples, divisor 16")
-    print(f"{'':14}{'K':>4}{'optimal':>10}{'dense_low':>11}{'geometric':>11}{'uniform':>10}{'equal':>10}{'plan ms':>9}")
-    for name, lengths in corpora.items():
-        counts = length_counts(lengths)
-        for buckets in (6, 12):
-            begin = time.perf_counter()
-            optimal = optimal_boundaries(counts, TOKENS.cost, buckets, 16)
-            milliseconds = (time.perf_counter() - begin) * 1e3
-            lists = [kind(counts.size - 1, buckets, 16) for kind in (dense_low, geometric, uniform)]
-            overheads = [
-                padding_overhead(lengths, boundaries)
-                for boundaries in (optimal, *lists, equal_counts(counts, buckets, 16))
-            ]
-            widths = (10, 11, 11, 10, 10)
-            cells = "".join(f"{overhead:{width}.1%}" for overhead, width in zip(overheads, widths, strict=True))
-            print(f"{name:14}{buckets:4}{cells}{milliseconds:9.1f}", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, nargs="+", help="1 and 10 million; 100 million with --ranks")
@@ -297,7 +255,6 @@ def main() -> None:
             bench_plans(options.modes, options.ranks, samples)
         return
     sizes = options.samples or [1_000_000, 10_000_000]
-    bench_buckets(min(sizes[0], 1_000_000))
     for samples in [*sizes, *([HUGE] if options.huge else [])]:
         bench_packing(samples)
 

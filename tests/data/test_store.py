@@ -470,7 +470,7 @@ def test_nothing_takes_the_place_of_what_cleaning_removed(tmp_path):  # B07
     )
     for epoch in (0, 1):
         plan = EpochPlan(store.train.lengths, PlanSettings("token_budget", 8, 4, micro_batches=1, seed=0), epoch)
-        assert sorted(plan.order.tolist()) == [0, 1]
+        assert sorted(plan.batches.order.tolist()) == [0, 1]
 
 
 def test_padding_is_in_no_sample(tmp_path):

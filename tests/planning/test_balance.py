@@ -6,18 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ms_varlen.errors import DataError
 from ms_varlen.planning import balance
 from ms_varlen.planning.balance import (
     StepGrid,
     balance_micro_batches,
     balance_plan,
-    balance_step,
     imbalance,
     rank_costs,
     steps_of_like_costs,
 )
-from ms_varlen.planning.batching import token_budget_offsets
+from ms_varlen.planning.batches import Batches, token_budget_offsets
 
 NO_LIMIT = 10**9
 
@@ -31,8 +29,20 @@ def lognormal_lengths(samples):
     return np.clip(np.round(180 * np.exp(1.0453 * normal)), 1, 4096).astype(np.int32)
 
 
-def groups(offsets, order):
-    return [order[a:b].tolist() for a, b in itertools.pairwise(offsets)]
+def groups(batches):
+    return [batches.ids(i, i + 1).tolist() for i in range(len(batches))]
+
+
+def cut(lengths, order, budget, segments):
+    return Batches(order, token_budget_offsets(lengths[order], budget, segments))
+
+
+def balance_step(lengths, costs, grid):
+    """The part of each sample of one step."""
+    steps = balance._Steps(lengths[None], costs[None], np.array([lengths.size]), grid)
+    parts = steps.longest_first()
+    assert (parts >= 0).all()
+    return steps.share_again(parts)[0]
 
 
 @st.composite
@@ -43,15 +53,13 @@ def plans(draw):
         draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(20, 60)), draw(st.integers(1, 6))
     )
     order = np.random.default_rng(draw(st.integers(0, 9))).permutation(lengths.size)
-    offsets = token_budget_offsets(lengths[order], grid.token_budget, grid.max_segments)
-    return lengths, order, offsets, grid
+    return lengths, cut(lengths, order, grid.token_budget, grid.max_segments), grid
 
 
-def padded_costs(lengths, costs, order, offsets, grid):
+def padded_costs(lengths, costs, batches, grid):
     """[steps, R] work of each rank in each whole step, padding included."""
-    whole = (offsets.size - 1) // grid.parts * grid.parts
-    batches = itertools.pairwise(offsets[: whole + 1])
-    work = [costs[order[a:b]].sum() + grid.padding[lengths[order[a:b]].sum()] for a, b in batches]
+    whole = batches.first(len(batches) // grid.parts * grid.parts)
+    work = [costs[ids].sum() + grid.padding[lengths[ids].sum()] for ids in groups(whole)]
     return np.reshape(work, (-1, grid.world_size, grid.micro_batches)).sum(axis=2)
 
 
@@ -64,7 +72,7 @@ def test_nine_samples_over_four_ranks():  # B04
     assert np.bincount(parts).tolist() == [3, 2, 2, 2]
 
 
-def test_longest_first_is_mended_by_sharing_anew():
+def test_longest_first_is_improved_by_sharing_again():
     costs = np.array([5, 5, 4, 4, 3, 3, 3])  # longest first alone ends at 11, 8, 8
     parts = balance_step(costs, costs, StepGrid(3, 1, NO_LIMIT, NO_LIMIT))
     assert parts.tolist() == [0, 2, 0, 2, 1, 1, 1]  # 9, 9, 9
@@ -104,62 +112,52 @@ def test_fewer_samples_than_parts_are_spread():
     assert balance_step(np.array([4, 2]), np.array([4, 2]), StepGrid(4, 1, 8, 8)).tolist() == [0, 1]
 
 
-@pytest.mark.parametrize(("budget", "segments"), [(7, 8), (8, 1)])
-def test_samples_without_a_place_are_refused(budget, segments):
-    with pytest.raises(DataError, match=f"fit 2 micro-batches of {budget} tokens and {segments} segments, got 4"):
-        balance_step(np.full(4, 4), np.full(4, 4), StepGrid(2, 1, budget, segments))
-
-
 def test_each_rank_has_the_same_steps_and_the_rest_stays_behind():  # B06
     lengths = np.array([8, 8, 8, 1, 1, 1], np.int32)
     grid = StepGrid(2, 1, 8, 8)
-    offsets = token_budget_offsets(lengths, 8, 8)
-    order, offsets = balance_plan(lengths, lengths.take, np.arange(6), offsets, grid)
-    assert groups(offsets, order) == [[0], [1], [2], [3, 4, 5]]
-    left = np.array([0, 3, 4, 1, 2, 5])
-    order, offsets = balance_plan(lengths, lengths.take, left, token_budget_offsets(lengths[left], 8, 8), grid)
-    assert groups(offsets, order) == [[0], [3, 4], [1], [2], [5]]
-    assert rank_costs(lengths.take, order, offsets, grid).tolist() == [[8, 2], [8, 8]]
+    dealt = balance_plan(lengths, lengths.take, cut(lengths, np.arange(6), 8, 8), grid)
+    assert groups(dealt) == [[0], [1], [2], [3, 4, 5]]
+    dealt = balance_plan(lengths, lengths.take, cut(lengths, np.array([0, 3, 4, 1, 2, 5]), 8, 8), grid)
+    assert groups(dealt) == [[0], [3, 4], [1], [2], [5]]
+    assert rank_costs(lengths.take, dealt, grid).tolist() == [[8, 2], [8, 8]]
 
 
-def test_a_step_is_dealt_anew_and_samples_keep_their_order():
+def test_a_step_is_dealt_again_and_samples_keep_their_order():
     lengths = np.array([1, 2, 3, 4, 5, 6, 7, 8], np.int32)
-    order, offsets = balance_plan(lengths, lengths.take, np.arange(8), np.array([0, 4, 8]), StepGrid(2, 1, 99, 99))
-    assert groups(offsets, order) == [[0, 3, 4, 7], [1, 2, 5, 6]]
+    dealt = balance_plan(lengths, lengths.take, Batches(np.arange(8), np.array([0, 4, 8])), StepGrid(2, 1, 99, 99))
+    assert groups(dealt) == [[0, 3, 4, 7], [1, 2, 5, 6]]
 
 
 def test_a_full_budget_keeps_the_grouping_that_fits():
     # Longest first makes 5 + 2 and 4 + 3 of at most 8, and has no place for the other 2.
     lengths = np.array([5, 3, 4, 2, 2], np.int32)
-    order, offsets = balance_plan(lengths, lengths.take, np.arange(5), np.array([0, 2, 5]), StepGrid(2, 1, 8, 8))
-    assert groups(offsets, order) == [[0, 1], [2, 3, 4]]
+    dealt = balance_plan(lengths, lengths.take, Batches(np.arange(5), np.array([0, 2, 5])), StepGrid(2, 1, 8, 8))
+    assert groups(dealt) == [[0, 1], [2, 3, 4]]
 
 
 def test_no_swap_breaks_the_budget_of_either_rank():
     lengths, costs = np.array([6, 2, 5, 3]), np.array([9, 9, 1, 1])
     # Any swap of two samples, and any move of one, gives a rank 9 tokens or more.
-    order, offsets = balance_plan(lengths, costs.take, np.arange(4), np.array([0, 2, 4]), StepGrid(2, 1, 8, 8))
-    assert groups(offsets, order) == [[0, 1], [2, 3]]
+    dealt = balance_plan(lengths, costs.take, Batches(np.arange(4), np.array([0, 2, 4])), StepGrid(2, 1, 8, 8))
+    assert groups(dealt) == [[0, 1], [2, 3]]
 
 
 @settings(deadline=None)
 @given(plans(), st.integers(1, 7))
 def test_steps_keep_their_samples_and_parts_their_limits(plan, divisor):
-    lengths, order, offsets, grid = plan
+    lengths, batches, grid = plan
     grid = dataclasses.replace(grid, padding=-np.arange(grid.token_budget + 1) % divisor)
     costs = np.random.default_rng(0).integers(1, 50, lengths.size)  # not by length, so that limits and balance conflict
-    new_order, new_offsets = balance_plan(lengths, costs.take, order, offsets, grid)
-    whole = (offsets.size - 1) // grid.parts * grid.parts
-    steps = slice(0, whole + 1, grid.parts)
-    assert new_offsets[steps].tolist() == offsets[steps].tolist()
-    assert [sorted(g) for g in groups(offsets[steps], new_order)] == [sorted(g) for g in groups(offsets[steps], order)]
-    assert new_offsets[whole:].tolist() == offsets[whole:].tolist()
-    assert new_order[offsets[whole] :].tolist() == order[offsets[whole] :].tolist()
-    sizes = np.diff(new_offsets)
-    assert sizes.min() >= 1
-    assert sizes.max() <= grid.max_segments
-    assert np.add.reduceat(lengths[new_order], new_offsets[:-1]).max() <= grid.token_budget
-    before, after = (padded_costs(lengths, costs, *p, grid) for p in [(order, offsets), (new_order, new_offsets)])
+    dealt = balance_plan(lengths, costs.take, batches, grid)
+    whole = len(batches) // grid.parts * grid.parts
+    steps, dealt_steps = (b.first(whole).grouped(grid.parts) for b in (batches, dealt))
+    assert dealt_steps.offsets.tolist() == steps.offsets.tolist()
+    assert [sorted(g) for g in groups(dealt_steps)] == [sorted(g) for g in groups(steps)]
+    assert groups(dealt)[whole:] == groups(batches)[whole:]
+    assert dealt.sizes.min() >= 1
+    assert dealt.sizes.max() <= grid.max_segments
+    assert dealt.sums(lengths[dealt.order]).max() <= grid.token_budget
+    before, after = (padded_costs(lengths, costs, b, grid) for b in (batches, dealt))
     assert (after.max(axis=1) <= before.max(axis=1) * (1 + 1e-9)).all()
 
 
@@ -181,12 +179,12 @@ def test_few_samples_of_two_ranks_are_dealt_in_the_best_way(lengths, divisor, se
 @settings(deadline=None)
 @given(plans())
 def test_a_step_does_not_depend_on_those_worked_on_with_it(plan):
-    lengths, order, offsets, grid = plan
-    together = balance_plan(lengths, lengths.take, order, offsets, grid)
+    lengths, batches, grid = plan
+    together = balance_plan(lengths, lengths.take, batches, grid)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(balance, "CHUNK_SAMPLES", 1)
-        alone = balance_plan(lengths, lengths.take, order, offsets, grid)
-    assert [a.tolist() for a in together] == [a.tolist() for a in alone]
+        alone = balance_plan(lengths, lengths.take, batches, grid)
+    assert groups(together) == groups(alone)
 
 
 @settings(deadline=None)
@@ -242,14 +240,14 @@ def test_many_ranks_are_balanced_in_groups():
         2,
     )
     order = np.random.default_rng(1).permutation(lengths.size)
-    plan = order, token_budget_offsets(lengths[order], 16384, 1024)
+    plan = cut(lengths, order, 16384, 1024)
     costs = transformer_cost(lengths).take
-    dealt = balance_plan(lengths, costs, *plan, grid)
-    assert np.sort(dealt[0]).tolist() == list(range(lengths.size))
-    assert np.add.reduceat(lengths[dealt[0]], dealt[1][:-1]).max() <= 16384
-    ends = plan[1][:: grid.parts]
-    assert [sorted(g) for g in groups(ends, dealt[0])] == [sorted(g) for g in groups(ends, order)]
-    before, after = imbalance(rank_costs(costs, *plan, grid)), imbalance(rank_costs(costs, *dealt, grid))
+    dealt = balance_plan(lengths, costs, plan, grid)
+    assert np.sort(dealt.order).tolist() == list(range(lengths.size))
+    assert dealt.sums(lengths[dealt.order]).max() <= 16384
+    steps, dealt_steps = plan.grouped(grid.parts), Batches(dealt.order, plan.grouped(grid.parts).offsets)
+    assert [sorted(g) for g in groups(dealt_steps)] == [sorted(g) for g in groups(steps)]
+    before, after = imbalance(rank_costs(costs, plan, grid)), imbalance(rank_costs(costs, dealt, grid))
     assert before.mean() > 0.03
     assert after.mean() < 0.005
 
@@ -261,10 +259,10 @@ def test_micro_batches_of_two_ranks_are_paired():
 def test_eight_ranks_wait_for_at_most_one_percent():
     lengths = lognormal_lengths(100 * 8 * 16)
     grid = StepGrid(8, 1, NO_LIMIT, NO_LIMIT)
-    plan = np.arange(lengths.size), np.arange(0, lengths.size + 1, 16)
+    plan = Batches(np.arange(lengths.size), np.arange(0, lengths.size + 1, 16))
     costs = transformer_cost(lengths)
-    before = imbalance(rank_costs(costs.take, *plan, grid))
-    after = imbalance(rank_costs(costs.take, *balance_plan(lengths, costs.take, *plan, grid), grid))
+    before = imbalance(rank_costs(costs.take, plan, grid))
+    after = imbalance(rank_costs(costs.take, balance_plan(lengths, costs.take, plan, grid), grid))
     assert before.mean() > 0.5
     assert after.mean() <= 0.01
     means = costs.reshape(100, 8, 16).sum(axis=(1, 2)) / 8

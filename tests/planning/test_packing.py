@@ -11,12 +11,16 @@ from ms_varlen.planning.buckets import length_counts
 from ms_varlen.planning.packing import best_fit_histogram, pack_best_fit, pack_shuffled
 
 
+def arrays(packs):
+    return packs.order, packs.offsets
+
+
 def best_fit(lengths, capacity, max_segments):
-    return pack_best_fit(lengths, capacity, max_segments)
+    return arrays(pack_best_fit(lengths, capacity, max_segments))
 
 
 def shuffled(lengths, capacity, max_segments):
-    return pack_shuffled(lengths, capacity, max_segments, np.random.default_rng(0))
+    return arrays(pack_shuffled(lengths, capacity, max_segments, np.random.default_rng(0)))
 
 
 packers = pytest.mark.parametrize("pack", [best_fit, shuffled])
@@ -127,7 +131,7 @@ def test_keeps_its_limits_on_all_kinds_of_lengths(pack, capacity, max_segments):
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 50), max_size=60).map(lambda values: np.array(values, np.int32)))
 def test_the_histogram_gives_the_packs_of_one_sample_at_a_time(lengths):
-    order, offsets = pack_best_fit(lengths, 50, 64)
+    order, offsets = best_fit(lengths, 50, 64)
     spaces = sorted(50 - sum(pack) for pack in packed_lengths(lengths, order, offsets))
     assert spaces == naive_best_fit(lengths, 50, 64)
     assert best_fit_histogram(length_counts(lengths), 50, 64).num_packs == len(spaces)
@@ -140,7 +144,7 @@ def test_identical_packs_are_one_group():
 
 
 def test_best_fit_takes_equal_lengths_in_their_order():
-    order, offsets = pack_best_fit(np.array([2, 6, 2, 6, 4]), 8, 64)
+    order, offsets = best_fit(np.array([2, 6, 2, 6, 4]), 8, 64)
     assert (order.tolist(), offsets.tolist()) == ([1, 0, 3, 2, 4], [0, 2, 4, 5])
 
 
@@ -168,7 +172,7 @@ def test_a_tight_cap_on_segments_is_met_by_mixing_long_and_short_samples():
 
 def test_the_same_seed_repeats_the_packs_and_another_does_not():
     lengths = lognormal(5000)
-    first, again, other = (pack_shuffled(lengths, 4096, 64, np.random.default_rng(seed)) for seed in (7, 7, 8))
+    first, again, other = (arrays(pack_shuffled(lengths, 4096, 64, np.random.default_rng(seed))) for seed in (7, 7, 8))
     assert [a.tolist() for a in first] == [a.tolist() for a in again]
     assert first[0].tolist() != other[0].tolist()
 
@@ -177,7 +181,7 @@ def test_packs_stand_in_random_order_and_share_few_pairs_between_seeds():
     lengths = lognormal(20_000)
     neighbours, means = [], []
     for seed in (0, 1):
-        order, offsets = pack_shuffled(lengths, 4096, 64, np.random.default_rng(seed))
+        order, offsets = arrays(pack_shuffled(lengths, 4096, 64, np.random.default_rng(seed)))
         packs = [frozenset(order[a:b].tolist()) for a, b in itertools.pairwise(offsets)]
         neighbours.append({pair for pack in packs for pair in itertools.combinations(sorted(pack), 2)})
         means.append(lengths[order[: lengths.size // 2]].mean() / lengths.mean())

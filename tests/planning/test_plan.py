@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ms_varlen import CheckpointError, DataError, LengthsError
 from ms_varlen.batches.layout import Layout, lay_out
 from ms_varlen.graph.shapes import TokenShapes
-from ms_varlen.planning.batching import row_offsets, token_budget_offsets
+from ms_varlen.planning.batches import row_offsets, token_budget_offsets
 from ms_varlen.planning.plan import EpochPlan, EpochPlans, PlanSettings, PlanState
 
 
@@ -119,7 +119,7 @@ def test_a_checkpoint_from_before_plans_knew_the_sizes_goes_on(ranks):
     state = now.resume(saved) if ranks == 1 else now.resume_changed(json.loads(json.dumps(saved)))
     assert (now.fingerprint == before.fingerprint) == (ranks == 1)
     plan = now.epoch(0)
-    rest = plan.order[plan.offsets[state.step * ranks] :]
+    rest = plan.batches.order[plan.batches.offsets[state.step * ranks] :]
     assert sorted([*before.epoch(0).trained_ids(3), *rest]) == list(range(200))
 
 
@@ -128,7 +128,7 @@ def test_the_sizes_of_t_decide_who_trains_a_sample_and_never_when():
     declared = [{}, {"divisor": 16}, {"token_sizes": (24, 36, 48)}]
     chosen = [plan_settings(size=48, world_size=2, quadratic_cost=0.1, **sizes) for sizes in declared]
     plans = [EpochPlan(lengths, settings, 0) for settings in chosen]
-    assert len({plan.order.tobytes() for plan in plans}) == 3
+    assert len({plan.batches.order.tobytes() for plan in plans}) == 3
     for step in range(plans[0].num_steps):
         assert len({tuple(sorted(plan.step_ids(step))) for plan in plans}) == 1
 
@@ -193,9 +193,13 @@ def test_changes_within_an_epoch_lose_and_repeat_nothing(lengths, changes, data)
         saved = plans.to_dict(state)
         again = EpochPlans(lengths, "f", plan_settings(**change))
         assert again.resume(saved) == state
-        assert again.epoch(0).order.tolist() == plans.epoch(0).order.tolist()
+        assert again.epoch(0).batches.order.tolist() == plans.epoch(0).batches.order.tolist()
     plan = plans.epoch(0)
-    rest = plan.order[plan.offsets[state.step * plan.settings.per_step] :] if not state.epoch else plan.order
+    rest = (
+        plan.batches.order[plan.batches.offsets[state.step * plan.settings.per_step] :]
+        if not state.epoch
+        else plan.batches.order
+    )
     assert sorted(trained + rest.tolist()) == list(range(lengths.size))
 
 

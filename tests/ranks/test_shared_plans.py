@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ms_varlen.errors import DataError
+from ms_varlen.planning.batches import Batches
 from ms_varlen.planning.plan import EpochPlans, PlanSettings
 from ms_varlen.ranks.shared_plans import plans_of_node
 
@@ -30,22 +31,22 @@ def test_a_shared_plan_is_the_plan_and_is_made_once(temporary):
         for _ in range(3):
             plans = EpochPlans(LENGTHS, "f", SETTINGS, counted)
             for epoch in (0, 1):
-                np.testing.assert_array_equal(plans.epoch(epoch).order, alone.epoch(epoch).order)
-                np.testing.assert_array_equal(plans.epoch(epoch).offsets, alone.epoch(epoch).offsets)
+                np.testing.assert_array_equal(plans.epoch(epoch).batches.order, alone.epoch(epoch).batches.order)
+                np.testing.assert_array_equal(plans.epoch(epoch).batches.offsets, alone.epoch(epoch).batches.offsets)
         state = alone.to_dict(alone.after(alone.start()))
         more = EpochPlans(LENGTHS, "f", SETTINGS.__class__(**{**SETTINGS.__dict__, "size": 80}), counted)
         rest = more.epoch(more.resume_changed(state).epoch)
-        assert sorted([*rest.order, *alone.epoch(0).trained_ids(1)]) == list(range(200))
+        assert sorted([*rest.batches.order, *alone.epoch(0).trained_ids(1)]) == list(range(200))
     assert len(made) == len(set(made)) == 3
     assert not list(temporary.iterdir())
-    assert rest.order[0] >= 0  # mapped arrays outlive their files
+    assert rest.batches.order[0] >= 0  # mapped arrays outlive their files
 
 
 def plan_in_child(launcher, folder, barrier, made):
     tempfile.tempdir = str(folder)
     with plans_of_node(launcher) as share:
         barrier.wait()
-        share("name", lambda: (made.put(1), (np.arange(3), np.array([0, 3])))[1])
+        share("name", lambda: (made.put(1), Batches(np.arange(3), np.array([0, 3])))[1])
         barrier.wait()
 
 
@@ -63,9 +64,9 @@ def test_processes_at_once_make_one_plan(temporary):
 
 
 def test_the_last_rank_to_leave_removes_the_plans(temporary):
-    arrays = np.arange(3), np.array([0, 3])
+    batches = Batches(np.arange(3), np.array([0, 3]))
     with plans_of_node(999999999) as last:  # of an msrun that was killed, too
-        last("name", lambda: arrays)
+        last("name", lambda: batches)
         with plans_of_node(999999999) as first:
             first("name", lambda: pytest.fail("made twice"))
         with plans_of_node(os.getpid()):  # another run begins
@@ -88,4 +89,4 @@ def test_no_room_for_the_plan_is_told(temporary, monkeypatch):
         plans_of_node(os.getpid()) as share,
         pytest.raises(DataError, match=r"plan must be written .*No space left on device; free space in .* TMPDIR"),
     ):
-        share("name", lambda: (np.arange(3), np.array([0, 3])))
+        share("name", lambda: Batches(np.arange(3), np.array([0, 3])))

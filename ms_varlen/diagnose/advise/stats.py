@@ -21,8 +21,8 @@ from ms_varlen.modes import MODES, Mode
 from ms_varlen.ops.kernel_build import COMPILERS
 from ms_varlen.planning.buckets import batch_maximum_counts
 from ms_varlen.planning.cost import CostModel
+from ms_varlen.planning.rows import WindowTrade, divisor_boundaries, window_trade
 from ms_varlen.planning.statistics import cut_at, length_cumulative, length_histogram, length_statistics
-from ms_varlen.planning.windows import WindowTrade, divisor_boundaries, window_trade
 from ms_varlen.planning.work import Calibration, EpochWork
 from ms_varlen.recipe.recipe import Recipe, load_recipe, parse_recipe
 from ms_varlen.recipe.yaml_text import apply_overrides

@@ -10,7 +10,7 @@ from ms_varlen.graph.shapes import TokenShapes, round_up
 from ms_varlen.lengths import SeqLens
 from ms_varlen.modes import Mode
 from ms_varlen.ops.dense_attention import declared_dense_columns, dense_attention, dense_columns
-from ms_varlen.planning.windows import divisor_boundaries
+from ms_varlen.planning.rows import divisor_boundaries
 from ms_varlen.train.graphs import AttentionPath, TrainingGraphs
 from ms_varlen.workload.workload import Workload
 

@@ -23,7 +23,7 @@ from ms_varlen.modes import Mode
 from ms_varlen.planning.buckets import bucket_of
 from ms_varlen.planning.cost import CostModel
 from ms_varlen.planning.packing import pack_best_fit
-from ms_varlen.planning.windows import divisor_boundaries
+from ms_varlen.planning.rows import divisor_boundaries
 from ms_varlen.recipe.recipe import Recipe
 from ms_varlen.workload.sizes import SampleLengths, auto_row_lengths
 from ms_varlen.workload.workload import Workload, prepare
@@ -201,8 +201,8 @@ def _packed(workload: Workload, parts: Parts) -> tuple[Workload, Parts]:
 
 def in_packs(ids: np.ndarray, lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
     """Sample ids in packs of at most `capacity` tokens."""
-    order, offsets = pack_best_fit(lengths[ids], capacity, ids.size)
-    return np.split(ids[order], offsets[1:-1])
+    packs = pack_best_fit(lengths[ids], capacity, ids.size)
+    return np.split(ids[packs.order], packs.offsets[1:-1])
 
 
 def _bucketed(workload: Workload, parts: Parts) -> tuple[Workload, Parts]:

@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter, StrM
 
 from ms_varlen.diagnose.advise.stats import ModeNumbers
 from ms_varlen.diagnose.pages.figures import BLUE, GREY, ORANGE, PALE_BLUE, SIZE, STYLE, length_figure
-from ms_varlen.planning.windows import WindowTrade
+from ms_varlen.planning.rows import WindowTrade
 
 MOST_BINS = 64
 THOUSANDS = StrMethodFormatter("{x:,.0f}")
