@@ -30,7 +30,7 @@ COLUMNS = ("input_ids", "labels", "position_ids", "seq_lens", "actual_seq_qlen")
 """Columns that every layout produces, in their order."""
 
 
-class Sizes(Protocol):
+class DeclaredSizes(Protocol):
     """What a layout asks of the declared shapes."""
 
     def size_for(self, tokens: int) -> int:
@@ -52,7 +52,7 @@ class Layout:
     """
 
     mode: Mode
-    shapes: Sizes
+    shapes: DeclaredSizes
     seq_length: int
     rows: int = 0
     row_lengths: tuple[int, ...] = ()

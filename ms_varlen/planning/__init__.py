@@ -1,1 +1,1 @@
-"""Which samples make up a step: pure NumPy, no MindSpore and no I/O."""
+"""Which samples make up a step. Pure NumPy, no I/O."""

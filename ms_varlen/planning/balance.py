@@ -1,7 +1,7 @@
 """The samples of a step dealt to ranks and micro-batches so that all ranks finish together.
 
-A step waits for its slowest rank, and a rank's time is the sum over its micro-batches. So ranks are balanced, by cost,
-and micro-batches only have to hold what they may: the token budget and the cap of segments are hard, and none is empty.
+A step waits for its slowest rank, and a rank's time is the sum over its micro-batches. So ranks are balanced by cost.
+Micro-batches are not balanced; each keeps to the token budget and the cap of segments, and none is empty.
 The longest processing time first (LPT) goes to the least loaded rank; then the slowest rank shares some samples
 again with a faster one, the best of all ways to do so, and so on. That gets further than swaps of two samples where
 budgets are nearly full, and where padding grows in jumps. What a step trains stays the same, so the loss and the
@@ -43,7 +43,7 @@ GROUP_PARTS = 32
 """Parts whose samples are dealt together at most; the time for a sample grows with them."""
 
 FEWEST_RANKS = 8
-"""Of a group: with fewer, a group has too little choice, and its work depends on the samples that it got."""
+"""Fewest ranks of a group; with fewer, its work depends too much on the samples that it happens to get."""
 
 STEPS_TOGETHER = 32
 """Steps whose whole micro-batches are sorted by cost together: more are balanced better and mixed less."""
@@ -54,7 +54,7 @@ Costs = Callable[[np.ndarray], np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class StepGrid:
-    """The parts of a step and what each may hold. Part p is micro-batch ``p % micro_batches`` of rank
+    """The parts of a step and the limits of each. Part p is micro-batch ``p % micro_batches`` of rank
     ``p // micro_batches``.
 
     Attributes:
@@ -78,7 +78,7 @@ class StepGrid:
 
     @property
     def groups(self) -> int:
-        """Groups of ranks that are balanced one by one: the fewest that `GROUP_PARTS` allows, 1 where none divide."""
+        """Groups of ranks that are balanced one by one: the fewest that `GROUP_PARTS` allows, or 1."""
         most = GROUP_PARTS // self.micro_batches
         sizes = [size for size in range(FEWEST_RANKS, most + 1) if self.world_size % size == 0]
         return self.world_size // max(sizes) if self.world_size > most and sizes else 1

@@ -1,4 +1,4 @@
-"""Which sizes waste least when a length may only be rounded up to one of K.
+"""The K sizes that waste least if each length is rounded up to one of them.
 
 A histogram is enough, so the same functions choose lengths of rows (from the lengths of samples) and sizes of T (from
 the tokens of micro-batches). Everywhere a length equal to a boundary belongs to that boundary::
@@ -41,7 +41,7 @@ def length_counts(lengths: np.ndarray) -> np.ndarray:
 
 
 def batch_maximum_counts(counts: np.ndarray, rows: int) -> np.ndarray:
-    """How often each length is expected to be the longest of `rows` samples in random order: what rows are padded to.
+    """How often each length is expected to be the longest of `rows` random samples, which rows are padded to.
 
     Args:
         counts: [longest + 1] ints, how many samples have each length, some of them the longest.
@@ -72,11 +72,11 @@ def optimal_boundaries(
         counts: [longest + 1] ints, how many samples have each length; ``counts[0]`` is 0.
         cost: of one sequence padded to each length, [n] ints -> [n] float64, increasing; ``CostModel.cost`` or
             ``TOKENS.cost``.
-        num_buckets: the most boundaries; None leaves it to `cost_per_bucket`.
+        num_buckets: the most boundaries; None: as many as `cost_per_bucket` allows.
         divisor: boundaries are multiples of it.
         cost_per_bucket: what one more bucket must save at least, in units of `cost` over the histogram: the price of
             compiling its graph.
-        lengths: [k] ints, increasing, what each of [k] `counts` is of, where few of many lengths occur; None: place.
+        lengths: [k] ints, increasing, the length that each of [k] `counts` belongs to; None: its place.
     Returns:
         [K] int64, increasing, the last at least the longest length; K is below `num_buckets` where more save nothing.
     Raises:
@@ -95,7 +95,7 @@ def optimal_boundaries(
     while num_buckets is None or len(splits) < num_buckets:
         split = _best_splits(best, costs, reached)
         layer = best[split] + costs * (reached - reached[split])
-        # Each further bucket saves at most as much as the one before it, so the first that does not pay ends it.
+        # Each further bucket saves at most as much as the one before it: stop at the first that does not pay.
         if best[-1] - layer[-1] <= cost_per_bucket:
             break
         best = layer
@@ -111,14 +111,14 @@ def auto_boundaries(
     divisor: int,
     lengths: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The boundaries that `auto` in a recipe picks: optimal ones, and as many as pay where their number is left open.
+    """The boundaries that `auto` in a recipe picks: optimal ones, as many as pay unless a number is given.
 
     A bench's measurements have no part in it: a plan must stay the same from one run to the next.
 
     Args:
         counts, cost, divisor, lengths: as in `optimal_boundaries`.
         num_buckets: the most boundaries; None for as many as save `WORTH_A_BUCKET` each.
-        most: the most boundaries where `num_buckets` is None: graphs that are allowed.
+        most: the most boundaries if `num_buckets` is None: graphs that are allowed.
     Returns:
         [K] int64, increasing.
     """

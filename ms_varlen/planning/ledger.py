@@ -1,4 +1,4 @@
-"""Where the tokens of an epoch went; every one is accounted for."""
+"""The ledger of an epoch: where each of its tokens went."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ class EpochLedger:
     ``total == trained + skipped + pending + left_over + held_out + cut + dropped``
 
     Attributes:
-        total: everything the source gave.
+        total: everything in the source.
         trained: in steps that were applied.
         skipped: in steps that held a NaN or an infinity.
         pending: planned for this epoch and not reached yet.

@@ -40,7 +40,7 @@ SharePlan = Callable[[str, Callable[[], Batches]], Batches]
 
 @dataclasses.dataclass(frozen=True)
 class PlanSettings:
-    """What a plan depends on besides the lengths.
+    """Everything that a plan depends on, except the lengths.
 
     Attributes:
         policy: "token_budget" cuts a shuffled order at the budget, "packed" fits samples until it is full, "bucketed"
@@ -48,7 +48,7 @@ class PlanSettings:
         size: the token budget (for "bucketed" of padded rows), or the rows, per micro-batch and rank.
         max_segments: most samples of a micro-batch.
         micro_batches: per step and rank.
-        seed: of the shuffle.
+        seed: seed of the shuffle.
         world_size: number of ranks.
         row_lengths: lengths that rows may have, in tokens, increasing ("bucketed", and "rows" with a window).
         window: samples that are sorted by length together ("rows" only); None sorts nothing.
@@ -110,8 +110,8 @@ class EpochPlan:
     Args:
         lengths: [n] ints, tokens per sample.
         settings: see `PlanSettings`.
-        epoch: number of the epoch; each has an order of its own. None keeps the samples in their order and leaves none
-            over: the plan of an evaluation.
+        epoch: number of the epoch; each has its own order. None (evaluation) keeps the samples in their order and
+            leaves none over.
         remaining: [m] sample ids, ascending, of an epoch that was begun under other settings; by default all.
         share: called with the function that makes the micro-batches; returns its result. By default calls it.
     Attributes:
@@ -177,7 +177,7 @@ class EpochPlan:
 
 
 def _micro_batches(lengths: np.ndarray, settings: PlanSettings, epoch: int | None) -> Batches:
-    """An epoch's micro-batches; without an epoch, as near as may be in the samples' own order."""
+    """An epoch's micro-batches; without an epoch, close to the samples' own order."""
     rng = None if epoch is None else np.random.default_rng([settings.seed, epoch])
     if settings.policy == "packed" and rng is not None:
         return pack_shuffled(lengths, settings.size, settings.max_segments, rng)
@@ -196,8 +196,8 @@ def _micro_batches(lengths: np.ndarray, settings: PlanSettings, epoch: int | Non
 def _balanced(lengths: np.ndarray, settings: PlanSettings, epoch: int, batches: Batches) -> Batches:
     """The plan, dealt over ranks so that each has about the same work in a step.
 
-    Which samples make a step depends on the micro-batches of a step alone, however many ranks share them; but for
-    "bucketed", where one rank wants its buckets mixed and several want to finish together.
+    The samples of a step depend on the number of its micro-batches alone, not on the number of ranks. "bucketed" is the
+    exception: one rank wants its buckets mixed, several ranks want to finish together.
     """
     cost = CostModel(1.0, settings.quadratic_cost)
 
@@ -210,7 +210,7 @@ def _balanced(lengths: np.ndarray, settings: PlanSettings, epoch: int, batches: 
         work = padding + settings.quadratic_cost * tail_squares(padding, settings.seq_length)
         grid = StepGrid(settings.world_size, settings.micro_batches, settings.size, settings.max_segments, work)
         return balance_plan(lengths, costs_of, batches, grid)
-    # Rows of one length, or samples that fit together, stay together: whole micro-batches are dealt.
+    # Rows of one length and samples that fill a pack stay together, so deal whole micro-batches.
     costs = micro_batch_costs(costs_of, batches)
     if settings.policy != "packed":
         in_order = lengths[batches.order]
@@ -235,7 +235,7 @@ class EpochPlans:
         lengths: [n] ints, tokens per sample.
         lengths_fingerprint: a hash of them.
         settings: see `PlanSettings`.
-        share: where several processes plan the same; by default each makes its own plans.
+        share: shares plans between processes; by default each process makes its own.
     Attributes:
         lengths: as given.
         fingerprint: of the lengths and the settings.
@@ -252,7 +252,7 @@ class EpochPlans:
         self._remainder: tuple[int, TrainedSet] | None = None
 
     def epoch(self, epoch: int) -> EpochPlan:
-        """The plan of an epoch, or of what remained of it when the settings changed."""
+        """The plan of an epoch, or of its rest if the settings changed within it."""
         plan = self._plans.get(epoch)
         if plan is None:
             remaining = None
@@ -270,7 +270,7 @@ class EpochPlans:
         return functools.partial(self._share, name)
 
     def trained(self, state: PlanState) -> TrainedSet:
-        """The samples of the epoch in progress that were trained, under these settings and earlier ones."""
+        """The trained samples of the epoch in progress, under these settings and earlier ones."""
         before = self.trained_before(state.epoch)
         return before.with_ids(self.epoch(state.epoch).trained_ids(state.step))
 
@@ -281,7 +281,7 @@ class EpochPlans:
         return TrainedSet.none(self.lengths.size, self._lengths_fingerprint)
 
     def is_new(self, state: PlanState) -> bool:
-        """Whether nothing of the epoch in progress was trained yet, under whatever settings."""
+        """Whether no sample of the epoch in progress was trained yet, under any settings."""
         return state.step == 0 and not self.trained_before(state.epoch).count
 
     def start(self) -> PlanState:
@@ -289,23 +289,23 @@ class EpochPlans:
         return PlanState(0, 0)
 
     def after(self, state: PlanState) -> PlanState:
-        """The place one step further on; an epoch's end is the next one's beginning."""
+        """The place after the next step; an epoch's end is the beginning of the next."""
         return self._whole(PlanState(state.epoch, state.step + 1))
 
     def _whole(self, state: PlanState) -> PlanState:
-        """The same place, at the beginning of the next epoch if it is the end of one."""
+        """The same place; the end of an epoch becomes the beginning of the next."""
         if state.step < self.epoch(state.epoch).num_steps:
             return state
         return PlanState(state.epoch + 1, 0)
 
     def steps_from(self, state: PlanState) -> Iterator[tuple[PlanState, EpochPlan]]:
-        """The steps from a place on, without end: the place of each and the plan that holds it."""
+        """Yield all following steps without end: the place of each and its plan."""
         while True:
             yield state, self.epoch(state.epoch)
             state = self.after(state)
 
     def to_dict(self, state: PlanState) -> dict[str, Any]:
-        """A place as JSON values, with all that is needed to go on under other settings."""
+        """A place as JSON values, complete enough to resume under other settings."""
         before = self.trained_before(state.epoch)
         return {
             "epoch": state.epoch,
@@ -324,7 +324,7 @@ class EpochPlans:
         if values["fingerprint"] != self.fingerprint:
             raise CheckpointError(
                 f"plan.fingerprint must be {self.fingerprint} (this corpus and these batch settings), the checkpoint "
-                f"has {values['fingerprint']}; go on with the corpus and batch settings it was "
+                f"has {values['fingerprint']}; resume with the corpus and batch settings it was "
                 "written with, or begin again with checkpoint.resume=never",
                 "CKPT-RECIPE",
             )
@@ -335,7 +335,7 @@ class EpochPlans:
         return PlanState(values["epoch"], values["step"])
 
     def resume_changed(self, values: dict[str, Any]) -> PlanState:
-        """The place at which to go on when mode, budget or world size changed: no sample is lost or repeated.
+        """The place to resume at after mode, budget or world size changed: no sample is lost or repeated.
 
         Raises:
             CheckpointError: it belongs to another corpus.

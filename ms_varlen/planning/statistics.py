@@ -1,4 +1,4 @@
-"""What the lengths of a corpus look like, in a few numbers. Pure NumPy."""
+"""Statistics of the lengths of a corpus."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ def length_statistics(lengths: np.ndarray) -> dict:
     Args:
         lengths: [n] ints, tokens per sample, n >= 1.
     Returns:
-        plain numbers, in tokens but for `samples`; percentiles are interpolated between neighbours.
+        plain numbers, in tokens except `samples`; percentiles are interpolated between neighbours.
     """
     p50, p90, p99 = np.percentile(lengths, [50, 90, 99])
     return {
@@ -28,10 +28,10 @@ def length_statistics(lengths: np.ndarray) -> dict:
 
 
 def length_histogram(lengths: np.ndarray) -> dict:
-    """How many samples have which lengths, in at most `MAX_BINS` bins that widen with the length.
+    """Count samples by length, in at most `MAX_BINS` bins that widen with the length.
 
-    Edges are whole numbers and no bin is narrower than the one before. (Rounding evenly spaced logarithms instead makes
-    bins of one and of two lengths alternate, which shows as a comb that the corpus does not have.)
+    Edges are whole numbers and no bin is narrower than the one before. Rounded logarithms would not do: bins of one and
+    of two lengths would alternate, and show a comb that the corpus does not have.
 
     Args:
         lengths: [n] ints >= 1, tokens per sample, n >= 1.
@@ -49,7 +49,7 @@ def length_histogram(lengths: np.ndarray) -> dict:
 
 
 def length_cumulative(lengths: np.ndarray, edges: list[int]) -> dict:
-    """How much of a corpus lies in short documents.
+    """Shares of documents and tokens up to each length.
 
     Args:
         lengths: [n] ints >= 1, tokens per document, n >= 1.
@@ -67,15 +67,15 @@ def length_cumulative(lengths: np.ndarray, edges: list[int]) -> dict:
 
 
 def cut_at(lengths: np.ndarray, limit: int, cost: CostModel) -> dict:
-    """What cutting every document at `limit` tokens loses and saves.
+    """Loss and saving if every document is cut at `limit` tokens.
 
     Args:
         lengths: [n] ints, tokens per document, n >= 1.
         limit: the most tokens that are kept.
         cost: of a sequence.
     Returns:
-        `limit`; documents and tokens cut, also as shares; and the shares of FLOPs saved where each document is padded
-        to the longest allowed (`saved_padded`) and where nothing is padded (`saved_varlen`).
+        `limit`; documents and tokens cut, also as shares; and the shares of FLOPs saved if each document is padded to
+        the longest allowed (`saved_padded`) and if nothing is padded (`saved_varlen`).
     """
     kept = np.minimum(lengths, limit)
     longest, documents = int(lengths.max()), lengths.size

@@ -1,4 +1,4 @@
-"""What a planned epoch computes, in tokens, FLOPs, seconds and memory: the numbers that modes are compared by."""
+"""The work of a planned epoch in tokens, FLOPs, seconds and memory: the measures that compare modes."""
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -8,10 +8,10 @@ from ms_varlen.errors import DataError
 from ms_varlen.planning.cost import CostModel, DecoderSizes
 
 WEIGHT_BYTES = 16
-"""Of a trained weight: the fp32 master, its gradient, and AdamW's two moments."""
+"""Bytes of a trained weight: the fp32 master, its gradient, and AdamW's two moments."""
 
 GRADIENT_BYTES = 4
-"""Of a weight's gradient from one micro-batch, fp32 as the weight is."""
+"""Bytes of a weight's fp32 gradient from one micro-batch."""
 
 LOGIT_ARRAYS = 4
 """Arrays of [T, V] in fp32 that the plain token loss holds at its peak; see `ops.loss`."""
@@ -57,18 +57,18 @@ class EpochWork:
         return self.real / self.steps
 
     def scaled(self, factor: float) -> "EpochWork":
-        """The same of a corpus `factor` times as large: what a part of one says about the whole."""
+        """The work of a corpus `factor` times as large, estimated from this part of it."""
         totals = ("steps", "real", "computed", "real_squared", "computed_squared")
         return dataclasses.replace(self, **{name: max(1, round(getattr(self, name) * factor)) for name in totals})
 
     def per_token(self, total: float) -> float:
-        """A total of the epoch for each real token, which compares epochs that leave different ends over."""
+        """A total of the epoch per real token, so that epochs of different lengths compare."""
         return total / self.real
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """What work took on a machine, as a bench fitted it.
+    """Times of a machine, fitted by a bench.
 
     Attributes:
         seconds_per_token, seconds_per_squared_token: of what is computed, padding included.
@@ -91,7 +91,7 @@ class Calibration:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str) -> "Calibration":
-        """Read what a bench wrote.
+        """Read the calibration that a bench wrote.
 
         Args:
             values: the content of `calibration.json`.
@@ -114,11 +114,11 @@ class Calibration:
         return cls(**numbers, machine=", ".join(str(word) for word in words if word), body=values["body"])
 
     def mismatch(self, parameters: int, bodies: Collection[str]) -> str | None:
-        """Why it says nothing about a recipe, in words; None where it does.
+        """Why the calibration does not apply to a recipe, in words; None if it applies.
 
         Args:
-            parameters: of the recipe's model.
-            bodies: that its operators may have here.
+            parameters: number of weights of the recipe's model.
+            bodies: bodies that its operators may have here.
         """
         if self.parameters != parameters:
             return f"it was measured on a model of {self.parameters:,} parameters, the recipe's has {parameters:,}"
@@ -135,7 +135,7 @@ class Calibration:
 def memory_estimate(
     sizes: DecoderSizes, parameters: int, tokens: int, value_bytes: int, recompute: bool
 ) -> dict[str, float]:
-    """Memory of a training step, in bytes, from what the backward pass needs of the forward one.
+    """Memory of a training step, in bytes: weights, and the forward values that the backward pass needs.
 
     A layer keeps its input, two norms' outputs and the sum after attention (4 H), queries and attention's output
     (2 N D), keys and values (2 K D), gate, up and their product (3 F); a recomputed one keeps its input alone, and one
@@ -148,9 +148,7 @@ def memory_estimate(
         activations = bytes * T * layers * (4 H + 2 N D + 2 K D + 3 F)
         logits      = 4 * 4 * T * V
 
-    Gradients of activations and what MindSpore's pool holds besides are not counted. Resident memory on a CPU grew with
-    T by 1.4 to 2.2 times the activations (four small decoders, T 2048 and 8192); at T=64 a step of 101 M weights took
-    20 to 21 bytes a weight beside MindSpore itself. So this is a lower bound of a pool that keeps what it got once.
+    Gradients of activations and other memory of MindSpore's pool are not counted, so this is a lower bound.
 
     Args:
         sizes: of the decoder, its `vocab_size` known.

@@ -1,8 +1,6 @@
-"""The recipe of a run: one YAML file, read without MindSpore, with all of its faults reported at once.
+"""The recipe of a run: one YAML file, with all of its faults reported at once.
 
-    recipe = load_recipe("recipes/quickstart.yaml", ["train.steps=60", "shapes.kind=static"])
-
-Reading and checking one takes some milliseconds.
+recipe = load_recipe("recipes/quickstart.yaml", ["train.steps=60", "shapes.kind=static"])
 """
 
 import copy
@@ -30,7 +28,7 @@ from ms_varlen.recipe.yaml_text import apply_overrides, read_recipe_file
 
 
 class Recipe(BaseModel):
-    """What one run trains, on what, how and where. Make one with `load_recipe` or `parse_recipe`."""
+    """Everything that decides one run. Make one with `load_recipe` or `parse_recipe`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", title="ms_varlen recipe")
 
@@ -120,7 +118,7 @@ def recipe_schema() -> dict[str, Any]:
 
 
 def _read_model_config(data: dict[str, Any]) -> list[Fault]:
-    """Put the fields of the `config.json` that `model.config` names in its place, so that the recipe says them all."""
+    """Put the fields of the `config.json` that `model.config` names in its place, so that the recipe holds them all."""
     model = data.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("config"), str):
         return []
@@ -181,7 +179,7 @@ def _parts(details: ErrorDetails) -> list[str]:
 
 
 def _holder(data: dict[str, Any], parts: list[str]) -> dict[str, Any]:
-    """The mapping that holds the key at a path, empty where there is none."""
+    """The mapping that holds the key at a path, empty if there is none."""
     for name in parts[:-1]:
         data = data[name] if isinstance(data.get(name), dict) else {}
     return data

@@ -291,7 +291,7 @@ def _evaluation_has_documents(
         yield Fault(
             "train.eval_every",
             f"must be null when data.eval_fraction is 0, got {eval_every}; hold out documents "
-            "(data.eval_fraction=0.02, say) or name a data.validation_source",
+            "(e.g. data.eval_fraction=0.02) or name a data.validation_source",
         )
 
 

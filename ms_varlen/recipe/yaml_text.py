@@ -61,9 +61,9 @@ def read_recipe_file(path: str | Path) -> tuple[dict[str, Any], list[Fault]]:
         )
         raise RecipeError([fault], where) from None
     except yaml.YAMLError as error:
-        raise RecipeError([f"{_place(error)}; mend the YAML there"], where) from None
+        raise RecipeError([f"{_place(error)}; fix the YAML there"], where) from None
     except RecursionError:
-        raise RecipeError(["file: must not be nested hundreds of levels deep; mend the YAML"], where) from None
+        raise RecipeError(["file: must not be nested hundreds of levels deep; fix the YAML"], where) from None
     if not isinstance(node, yaml.MappingNode):
         found = "an empty file" if node is None else f"line {node.start_mark.line + 1}: {shown(_plain(node, '', []))}"
         raise RecipeError([f"file: must hold a mapping of sections, got {found}; start with mode: varlen"], where)
@@ -93,7 +93,7 @@ def apply_overrides(data: dict[str, Any], overrides: Iterable[str]) -> list[Faul
             )
             continue
         except RecursionError:
-            faults.append(Fault(path, "must not be nested hundreds of levels deep; mend the value"))
+            faults.append(Fault(path, "must not be nested hundreds of levels deep; fix the value"))
             continue
         value = None if node is None else _plain(node, path, faults)
         faults.extend(_set(data, path.split("."), value))

@@ -1,6 +1,6 @@
-"""What a training step takes of a device's memory, and whether it can fit. Imports no MindSpore."""
+"""Memory of a training step, and whether it fits the device."""
 
-from typing import Any
+import dataclasses
 
 from ms_varlen.errors import DataError
 from ms_varlen.graph.shapes import TokenShapes
@@ -16,15 +16,38 @@ def device_bytes(max_memory: str | None) -> float | None:
     return None if max_memory is None else float(max_memory.removesuffix("GB")) * GB
 
 
-def step_memory(recipe: Recipe, config: DecoderConfig, shapes: TokenShapes) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class StepMemory:
     """Memory of a device in the largest step, in GB: a lower bound, see `memory_estimate`.
 
-    Data parallel ranks hold whole weights, gradients and moments each; nothing is sharded.
+    Attributes:
+        tokens: T.
+        weights: with a step's gradients and moments.
+        gradients: of a micro-batch, before they are added to the step's.
+        casts: bf16 copies of weights, with the recipe's `recompute`.
+        activations, activations_recomputed: without and with recomputing layers.
+        logits: of the plain loss.
+        recompute: as in the recipe.
+        total: with the recipe's `recompute`.
+        limit: `device.max_memory`; None without one.
+    """
 
-    Returns:
-        `tokens` (T), `weights` (with a step's gradients and moments), `gradients` (a micro-batch's own), `casts` (bf16
-        copies of weights, as the recipe recomputes), `activations` with and without recomputing layers, `logits`, the
-        `total` as the recipe is, and the `limit` (`device.max_memory`).
+    tokens: int
+    weights: float
+    gradients: float
+    casts: float
+    activations: float
+    activations_recomputed: float
+    logits: float
+    recompute: bool
+    total: float
+    limit: float | None
+
+
+def step_memory(recipe: Recipe, config: DecoderConfig, shapes: TokenShapes) -> StepMemory:
+    """The memory of a recipe's largest step.
+
+    Data parallel ranks hold whole weights, gradients and moments each; nothing is sharded.
     """
     value_bytes = 4 if recipe.device.target == "CPU" else 2
     found = {
@@ -32,30 +55,32 @@ def step_memory(recipe: Recipe, config: DecoderConfig, shapes: TokenShapes) -> d
         for recompute in (False, True)
     }
     limit = device_bytes(recipe.device.max_memory)
-    return {
-        "tokens": shapes.max,
-        "weights": round(found[False]["weights"] / GB, 3),
-        "gradients": round(found[False]["gradients"] / GB, 3),
-        "casts": round(found[recipe.model.recompute]["casts"] / GB, 3),
-        "activations": round(found[False]["activations"] / GB, 3),
-        "activations_recomputed": round(found[True]["activations"] / GB, 3),
-        "logits": round(found[False]["logits"] / GB, 3),
-        "recompute": recipe.model.recompute,
-        "total": round(found[recipe.model.recompute]["total"] / GB, 3),
-        "limit": None if limit is None else limit / GB,
-    }
+    kept, recomputed = found[False], found[True]
+    own = found[recipe.model.recompute]
+    return StepMemory(
+        tokens=shapes.max,
+        weights=round(kept["weights"] / GB, 3),
+        gradients=round(kept["gradients"] / GB, 3),
+        casts=round(own["casts"] / GB, 3),
+        activations=round(kept["activations"] / GB, 3),
+        activations_recomputed=round(recomputed["activations"] / GB, 3),
+        logits=round(kept["logits"] / GB, 3),
+        recompute=recipe.model.recompute,
+        total=round(own["total"] / GB, 3),
+        limit=None if limit is None else limit / GB,
+    )
 
 
 def check_memory(recipe: Recipe, config: DecoderConfig, shapes: TokenShapes) -> None:
     """Refuse a recipe whose largest step cannot fit `device.max_memory`.
 
     Raises:
-        DataError: it cannot; says what takes how much, and what to lower.
+        DataError: it cannot; the message gives each part of the memory, and what to lower.
     """
     memory = step_memory(recipe, config, shapes)
-    if memory["limit"] is None or memory["total"] <= memory["limit"]:
+    if memory.limit is None or memory.total <= memory.limit:
         return
-    if memory["weights"] + memory["gradients"] > memory["limit"]:
+    if memory.weights + memory.gradients > memory.limit:
         advice = (
             "the model needs its weights sharded over devices, which ms_varlen leaves to MindFormers: "
             "`ms-varlen mindformers-recipe` makes a recipe for its Trainer"
@@ -63,10 +88,10 @@ def check_memory(recipe: Recipe, config: DecoderConfig, shapes: TokenShapes) -> 
     else:
         recompute = "" if recipe.model.recompute else "set model.recompute=true, "
         advice = f"{recompute}lower {recipe.mode.size_key}"
-    activations = memory["activations_recomputed" if recipe.model.recompute else "activations"]
+    activations = memory.activations_recomputed if recipe.model.recompute else memory.activations
     raise DataError(
-        f"a step must fit device.max_memory ({memory['limit']:g} GB), got at least {memory['total']:.1f} GB on "
-        f"T={memory['tokens']}: {memory['weights']:.1f} of weights, gradients and moments, "
-        f"{memory['gradients'] + memory['casts']:.1f} of a micro-batch's gradients and of casts, {activations:.1f} of "
-        f"activations, {memory['logits']:.1f} of logits; {advice}, or raise device.max_memory"
+        f"a step must fit device.max_memory ({memory.limit:g} GB), got at least {memory.total:.1f} GB on "
+        f"T={memory.tokens}: {memory.weights:.1f} of weights, gradients and moments, "
+        f"{memory.gradients + memory.casts:.1f} of a micro-batch's gradients and of casts, {activations:.1f} of "
+        f"activations, {memory.logits:.1f} of logits; {advice}, or raise device.max_memory"
     )

@@ -31,7 +31,7 @@ class SampleLengths:
 
     @classmethod
     def of(cls, store: TokenStore) -> "SampleLengths":
-        """Those of a token store."""
+        """The lengths of a token store."""
         return cls(np.asarray(store.train.lengths), store.train.lengths_fingerprint, store.eval.longest)
 
     @property
@@ -64,7 +64,7 @@ def plan_lengths(
 
 
 def recipe_row_lengths(recipe: Recipe, lengths: SampleLengths, cost: CostModel) -> tuple[int, ...]:
-    """Lengths that rows may have, increasing; none where samples lie one after another."""
+    """Lengths that rows may have, increasing; empty if samples lie one after another."""
     divisor, seq_length = recipe.shapes.divisor, recipe.model.seq_length
     if not recipe.mode.in_rows:
         return ()
@@ -78,7 +78,7 @@ def recipe_row_lengths(recipe: Recipe, lengths: SampleLengths, cost: CostModel) 
 
 
 def auto_row_lengths(recipe: Recipe, lengths: SampleLengths, cost: CostModel) -> tuple[int, ...]:
-    """The lengths of rows, increasing, that cost least FLOPs on a corpus; what `shapes.row_buckets` auto means."""
+    """The lengths of rows, increasing, that cost least FLOPs on a corpus: `shapes.row_buckets: auto`."""
     counts, of_row = lengths.counts, cost.of_row
     if not recipe.mode.follows_lengths:
         of_row = cost
@@ -89,15 +89,15 @@ def auto_row_lengths(recipe: Recipe, lengths: SampleLengths, cost: CostModel) ->
 
 
 def most_sizes(recipe: Recipe, lengths: SampleLengths) -> int:
-    """The most sizes of T, a graph each, that `graph.max_graphs` allows beside the optimizer and the evaluation."""
+    """The most sizes of T, a graph each, that `graph.max_graphs` leaves after the optimizer and the evaluation."""
     evaluates = recipe.train.eval_every is not None and lengths.longest_held_out > 0
     return max(1, recipe.graph.max_graphs - 1 - evaluates)
 
 
 def plan_settings(recipe: Recipe, row_lengths: tuple[int, ...], cost: CostModel, world_size: int = 1) -> PlanSettings:
-    """What a recipe's plans depend on. Segments that padding forms are kept out of the planner's cap.
+    """The plan settings of a recipe. The cap of segments leaves room for those that padding forms.
 
-    The sizes of T decide only how samples are dealt to several ranks, and never which samples make a step.
+    Sizes of T decide how samples are dealt to several ranks, never which samples make a step.
     """
     batch, mode, shapes = recipe.batch, recipe.mode, recipe.shapes
     segments = batch.max_segments
@@ -123,8 +123,8 @@ def plan_settings(recipe: Recipe, row_lengths: tuple[int, ...], cost: CostModel,
 
 
 def _known_token_sizes(recipe: Recipe) -> tuple[int, ...]:
-    """The sizes of T of a varlen recipe before it is planned; none where each multiple of the divisor is one, or where
-    they are picked on the plan.
+    """The sizes of T that a varlen recipe declares; empty if every multiple of the divisor is one, or if the plan
+    decides.
     """
     shapes = recipe.shapes
     if shapes.kind == "range" and shapes.min:

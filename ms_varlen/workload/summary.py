@@ -16,11 +16,11 @@ from ms_varlen.planning.ledger import EpochLedger
 from ms_varlen.planning.plan import EpochPlan, EpochPlans, PlanSettings
 from ms_varlen.planning.rows import batch_overhead, length_mixing
 from ms_varlen.planning.statistics import length_histogram, length_statistics
-from ms_varlen.workload.memory import step_memory
+from ms_varlen.workload.memory import StepMemory, step_memory
 from ms_varlen.workload.workload import Workload
 
 MOST_SAMPLES = 1_000_000
-"""Samples that other plans than the recipe's own are made of; of a larger corpus as many are drawn at random."""
+"""Most samples for plans other than the recipe's own; of a larger corpus as many are drawn at random."""
 
 
 def sampled_lengths(lengths: np.ndarray, most: int = MOST_SAMPLES) -> np.ndarray:
@@ -112,9 +112,9 @@ class RankBalance:
     """How far the slowest rank is over the mean in each step of the first epoch, by computed FLOPs.
 
     Attributes:
-        after: [steps] float64, as the plan is.
-        floor: [steps] float64, what the costliest part that stays whole (a sample, with the tokens that other ranks
-            have no room for; a micro-batch of rows or packs) leaves possible.
+        after: [steps] float64, of the plan.
+        floor: [steps] float64, lower bound: no assignment can beat it, because a sample (or a micro-batch of rows or
+            packs) cannot be split over ranks.
         before: [n] float64, the same before samples were dealt over the ranks, of at most about `MOST_SAMPLES`.
     """
 
@@ -149,9 +149,9 @@ def rank_balance(plans: EpochPlans, layout: Layout, cost: CostModel) -> RankBala
 def _longest_rank(
     lengths: np.ndarray, offsets: np.ndarray, settings: PlanSettings, layout: Layout, cost: CostModel
 ) -> np.ndarray:
-    """[steps] float64, least FLOPs of the rank that has the longest sample of its step, whatever it is dealt else.
+    """[steps] float64, least FLOPs of the rank that has the longest sample of its step.
 
-    It must take what the token budgets of the others leave: at best the shortest samples, here even a part of one.
+    It must take the tokens that the budgets of the others have no room for: at best the shortest samples.
     """
     starts = offsets[: -1 : settings.per_step]
     longest = np.maximum.reduceat(lengths, starts).astype(np.int64)
@@ -201,7 +201,7 @@ class PlanSummary:
     epoch: EpochNumbers
     lengths: dict[str, Any]
     parameters: int
-    memory_gb: dict[str, Any]
+    memory_gb: StepMemory
     cleaning: CleaningLedger
     ledger: dict[str, EpochLedger]
     store: str

@@ -1,7 +1,6 @@
-"""The same corpus and model in every mode and kind of shapes, so that they can be compared before one is chosen.
+"""A recipe translated to another mode and kind of shapes, and the modes compared on one corpus.
 
-A variant keeps a step's samples about as many: a token budget and a number of rows stand for each other by the mean
-length. Imports no MindSpore.
+A translated recipe keeps about as many samples in a step: rows and token budget convert by the mean length.
 """
 
 import dataclasses
@@ -24,10 +23,12 @@ PAIRS = [(mode, kind) for mode in MODES for kind in ("static", "buckets", "range
 
 
 def variant(recipe: Recipe, mode: Mode, kind: str, mean_length: float) -> Recipe:
-    """The recipe in another mode and kind of shapes, with sizes that it picks itself; as it is where both are its own.
+    """Translate the recipe to another mode and `shapes.kind`; batch sizes follow from `mean_length`.
+
+    Returns `recipe` itself if it already has both.
 
     Args:
-        mean_length: of the training samples, in tokens.
+        mean_length: mean length of the training samples, in tokens.
     Raises:
         RecipeError: the pair does not suit the rest of the recipe, e.g. its `model.seq_length`.
     """
@@ -50,7 +51,7 @@ def variant(recipe: Recipe, mode: Mode, kind: str, mean_length: float) -> Recipe
 
 
 def overrides_between(recipe: Recipe, other: Recipe) -> list[str]:
-    """``section.key=value`` for each key in which `other` differs: what turns the one into the other."""
+    """``section.key=value`` for each key in which `other` differs from `recipe`."""
     before, after = recipe.resolved(), other.resolved()
     found = [] if before["mode"] == after["mode"] else [f"mode={after['mode']}"]
     for section in ("batch", "shapes", "model"):
@@ -73,7 +74,7 @@ def sampled(lengths: SampleLengths, most: int = MOST_SAMPLES) -> SampleLengths:
 
 
 def epoch_work(recipe: Recipe, lengths: SampleLengths, cost: CostModel, world_size: int = 1) -> EpochWork:
-    """What an epoch of a recipe computes on some lengths.
+    """The work of an epoch of a recipe on some lengths.
 
     Raises:
         DataError: the lengths do not fill a step.
@@ -97,8 +98,7 @@ def padded_works(
 ) -> dict[str, EpochWork]:
     """An epoch of rows in random order, padded to the "maximum" (the longest sample) and to the "batch_maximum".
 
-    No row is of pads only, and nothing is rounded up: what a framework that just pads would compute, whatever the
-    recipe's own sizes are.
+    No row holds pads only, and nothing is rounded up: this is the work of a framework that just pads.
 
     Args:
         mean_length: see `variant`.
@@ -134,7 +134,7 @@ def compare_variants(
         lengths: of the corpus; see `sampled`.
         cost: of the recipe's model.
     Returns:
-        (mode, kind) -> its work; and for pairs that the recipe or the corpus does not allow, why.
+        (mode, kind) -> its work; and the reason for each pair that the recipe or the corpus does not allow.
     """
     mean = float(lengths.train.mean(dtype=np.float64))
     works, refused = {}, {}

@@ -80,7 +80,7 @@ class Workload:
     ) -> dict[str, EpochLedger]:
         """Where the tokens and the samples of an epoch are after `steps` of its plan's steps, by unit.
 
-        Samples that were trained before the rest of the epoch was planned anew count as trained. A document that
+        Samples that were trained before the rest of the epoch was planned again count as trained. A document that
         cleaning removed never became a sample; it counts as one that was dropped.
         """
         store, plan = self.store, self.plans.epoch(epoch)

@@ -67,7 +67,7 @@ def test_imbalance_is_the_excess_of_the_slowest_over_the_mean():
     assert imbalance(np.array([[3.0, 1.0], [2.0, 2.0]])).tolist() == [0.5, 0.0]
 
 
-def test_nine_samples_over_four_ranks():  # B04
+def test_nine_samples_over_four_ranks():
     parts = balance_step(np.ones(9, np.int32), np.ones(9), StepGrid(4, 1, NO_LIMIT, NO_LIMIT))
     assert np.bincount(parts).tolist() == [3, 2, 2, 2]
 
@@ -112,7 +112,7 @@ def test_fewer_samples_than_parts_are_spread():
     assert balance_step(np.array([4, 2]), np.array([4, 2]), StepGrid(4, 1, 8, 8)).tolist() == [0, 1]
 
 
-def test_each_rank_has_the_same_steps_and_the_rest_stays_behind():  # B06
+def test_each_rank_has_the_same_steps_and_the_rest_stays_behind():
     lengths = np.array([8, 8, 8, 1, 1, 1], np.int32)
     grid = StepGrid(2, 1, 8, 8)
     dealt = balance_plan(lengths, lengths.take, cut(lengths, np.arange(6), 8, 8), grid)

@@ -55,7 +55,7 @@ def test_a_length_above_the_last_bucket_is_refused_by_place():
         bucket_of(np.array([5, 129]), np.array([64, 128]))
 
 
-def test_sizes_are_rounded_up_to_the_divisor():  # K18
+def test_sizes_are_rounded_up_to_the_divisor():
     assert optimal_boundaries(length_counts(np.array([13])), TOKENS.cost, 4, 16).tolist() == [16]
 
 

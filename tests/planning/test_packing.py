@@ -64,7 +64,7 @@ def naive_best_fit(lengths, capacity, max_segments):
 
 @packers
 @pytest.mark.parametrize("capacity", [5, 96])
-def test_a_capacity_that_is_no_power_of_two_is_filled(pack, capacity):  # K01
+def test_a_capacity_that_is_no_power_of_two_is_filled(pack, capacity):
     lengths = np.array([3, 2, 3, 2]) * capacity // 5
     lengths[1::2] = capacity - lengths[::2]
     order, offsets = pack(lengths, capacity, 64)
@@ -73,19 +73,19 @@ def test_a_capacity_that_is_no_power_of_two_is_filled(pack, capacity):  # K01
 
 
 @packers
-def test_everything_fits_in_one_pack(pack):  # K13
+def test_everything_fits_in_one_pack(pack):
     lengths = np.array([3, 3], np.int32)
     order, offsets = pack(lengths, 8, 64)
     assert (packed_lengths(lengths, order, offsets), offsets.tolist()) == ([[3, 3]], [0, 2])
 
 
 @packers
-def test_segments_per_pack_are_capped(pack):  # K17
+def test_segments_per_pack_are_capped(pack):
     assert pack(np.full(4, 2, np.int32), 8, 2)[1].tolist() == [0, 2, 4]
 
 
 @packers
-def test_a_sample_above_the_capacity_is_refused_by_place(pack):  # K19
+def test_a_sample_above_the_capacity_is_refused_by_place(pack):
     with pytest.raises(DataError, match=r"sample 2 must fit a pack \(batch.token_budget 8\), got 9 tokens"):
         pack(np.array([3, 8, 9, 12], np.int32), 8, 64)
 
@@ -107,7 +107,7 @@ def test_no_samples_make_no_packs(pack):
 @packers
 @settings(max_examples=150, deadline=None)
 @given(st.data(), limits)
-def test_ends_on_every_input_and_keeps_every_sample_once(pack, data, limits):  # K19
+def test_ends_on_every_input_and_keeps_every_sample_once(pack, data, limits):
     capacity, max_segments = limits
     lengths = np.array(data.draw(st.lists(st.integers(1, capacity), max_size=120)), np.int32)
     check(lengths, *pack(lengths, capacity, max_segments), *limits)

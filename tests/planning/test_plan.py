@@ -33,22 +33,22 @@ def test_segment_cap_closes_a_micro_batch():  # K17, B09
     assert token_budget_offsets(np.full(5, 2, np.int32), 100, 2).tolist() == [0, 2, 4, 5]
 
 
-def test_more_segments_than_the_operator_takes_are_spread():  # B09
+def test_more_segments_than_the_operator_takes_are_spread():
     offsets = token_budget_offsets(np.ones(3000, np.int32), 4096, 1024)
     assert np.diff(offsets).tolist() == [1024, 1024, 952]
 
 
-def test_a_sample_above_the_budget_is_refused_by_name():  # B02
+def test_a_sample_above_the_budget_is_refused_by_name():
     with pytest.raises(DataError, match=r"sample 1 must fit batch.token_budget \(25\), got 40 tokens"):
         token_budget_offsets(np.array([3, 40], np.int32), 25, 64)
 
 
-def test_rows_keep_the_short_last_micro_batch():  # B05
+def test_rows_keep_the_short_last_micro_batch():
     sizes = np.diff(row_offsets(249, 2))
     assert (sizes.size, sizes[-1], sizes.sum()) == (125, 1, 249)
 
 
-def test_epochs_differ_and_the_same_seed_repeats_them():  # B08
+def test_epochs_differ_and_the_same_seed_repeats_them():
     lengths = np.random.default_rng(3).integers(1, 9, 200).astype(np.int32)
     orders = [EpochPlan(lengths, plan_settings(), epoch).trained_ids(50) for epoch in (0, 1, 0)]
     assert orders[0].tolist() != orders[1].tolist()
@@ -56,13 +56,13 @@ def test_epochs_differ_and_the_same_seed_repeats_them():  # B08
     assert set(np.sign(np.diff(lengths[orders[0]]))) == {-1, 0, 1}
 
 
-def test_goes_on_at_the_sample_after_the_last_step():  # R01
+def test_goes_on_at_the_sample_after_the_last_step():
     plan = EpochPlan(np.full(12, 2, np.int32), plan_settings(policy="rows", size=3), epoch=None)
     assert plan.micro_batch(step=2, micro_batch=0).tolist() == [6, 7, 8]
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_next_pack_after_the_first_holds_the_rest(epoch):  # R02
+def test_next_pack_after_the_first_holds_the_rest(epoch):
     lengths = np.array([5, 5, 3], np.int32)
     plans = EpochPlans(lengths, "f", plan_settings())
     order = plans.epoch(epoch).trained_ids(plans.epoch(epoch).num_steps).tolist()
@@ -77,7 +77,7 @@ def test_order_5_5_3_packs_the_last_two_together():  # R02, in the given order
     assert [plan.step_ids(s).tolist() for s in range(plan.num_steps)] == [[0], [1, 2]]
 
 
-def test_the_first_pack_has_no_pad_as_a_target():  # K11
+def test_the_first_pack_has_no_pad_as_a_target():
     samples = [[1, 2, 3], [11, 12, 13], [21, 22, 23, 24, 25]]
     lengths = np.array([len(sample) for sample in samples], np.int32)
     ids = EpochPlan(lengths, plan_settings(), epoch=None).micro_batch(0, 0)
@@ -100,7 +100,7 @@ def test_a_step_holds_the_same_samples_however_many_ranks_share_it(policy, micro
         assert sorted(one.step_ids(step)) == sorted(several.step_ids(step))
 
 
-def test_a_state_of_other_settings_is_refused():  # R03
+def test_a_state_of_other_settings_is_refused():
     lengths = np.full(9, 3, np.int32)
     old = EpochPlans(lengths, "f", plan_settings(size=1536))
     with pytest.raises(CheckpointError, match=r"plan.fingerprint must be"):
@@ -133,7 +133,7 @@ def test_the_sizes_of_t_decide_who_trains_a_sample_and_never_when():
         assert len({tuple(sorted(plan.step_ids(step))) for plan in plans}) == 1
 
 
-def test_resume_in_the_second_epoch_equals_the_uninterrupted_run():  # R04
+def test_resume_in_the_second_epoch_equals_the_uninterrupted_run():
     lengths = np.random.default_rng(0).integers(1, 9, 40).astype(np.int32)
     plans = EpochPlans(lengths, "f", plan_settings())
     whole = [(s.epoch, s.step, p.step_ids(s.step).tolist()) for s, p in _steps(plans, plans.start(), 70)]
@@ -151,7 +151,7 @@ def _steps(plans, state, count):
 
 
 @pytest.mark.parametrize("policy", ["token_budget", "packed", "bucketed", "rows"])
-def test_unknown_lengths_are_refused_in_every_policy(policy):  # K10
+def test_unknown_lengths_are_refused_in_every_policy(policy):
     chosen = plan_settings(policy=policy, row_lengths=(4, 8))
     for lengths in ([0, 0, 0], [2, 0, 3]):
         with pytest.raises(LengthsError, match=r"lengths\[\d\] must be >= 1, got 0"):
@@ -211,7 +211,7 @@ def test_changes_within_an_epoch_lose_and_repeat_nothing(lengths, changes, data)
     st.sampled_from(["token_budget", "rows", "packed", "bucketed"]),
     st.integers(0, 3),
 )
-def test_each_sample_is_trained_or_left_over_exactly_once(lengths, micro_batches, world_size, policy, epoch):  # B07
+def test_each_sample_is_trained_or_left_over_exactly_once(lengths, micro_batches, world_size, policy, epoch):
     lengths = np.array(lengths, np.int32)
     chosen = plan_settings(
         policy=policy,

@@ -23,7 +23,7 @@ def trained_by(trained, lengths, settings, steps):
     return original_ids(plan.trained_ids(min(steps, plan.num_steps)), remaining)
 
 
-def test_twelve_samples_on_four_ranks_then_on_two():  # R05
+def test_twelve_samples_on_four_ranks_then_on_two():
     lengths = np.full(12, 3, np.int32)
     trained = TrainedSet.none(12, "f")
     first = trained_by(trained, lengths, dataclasses.replace(ROWS, world_size=4), steps=1)
@@ -33,7 +33,7 @@ def test_twelve_samples_on_four_ranks_then_on_two():  # R05
     assert sorted([*first, *second]) == list(range(12))
 
 
-def test_a_changed_budget_loses_and_repeats_nothing():  # R03
+def test_a_changed_budget_loses_and_repeats_nothing():
     lengths = np.random.default_rng(0).integers(1, 1500, 64).astype(np.int32)
     settings = dataclasses.replace(ROWS, policy="token_budget", size=1536)
     trained = TrainedSet.none(64, "f")
@@ -66,11 +66,6 @@ def test_a_sample_trained_twice_is_refused(ids):
         trained.with_ids(np.array(ids))
 
 
-def test_sets_of_different_corpora_are_not_joined():
-    with pytest.raises(DataError, match=r"belong to one corpus \(8 samples, f\), got another of 8 samples, g"):
-        TrainedSet.none(8, "f") | TrainedSet.none(8, "g")
-
-
 def test_a_set_of_another_corpus_is_refused():
     with pytest.raises(CheckpointError, match=r"lengths_fingerprint must be g .* the checkpoint has f"):
         TrainedSet.from_dict(TrainedSet.none(8, "f").to_dict(), "g")
@@ -92,7 +87,7 @@ def test_a_damaged_set_is_refused(changes, message):
 
 
 @given(st.integers(0, 70).flatmap(lambda n: st.tuples(st.just(n), *[st.sets(st.integers(0, max(n - 1, 0)))] * 2)))
-def test_sets_survive_json_and_join(case):
+def test_sets_survive_json(case):
     samples, first, second = case
     first, second = (ids if samples else set() for ids in (first, second))
     one, two = (TrainedSet.none(samples, "f").with_ids(np.array(sorted(ids), int)) for ids in (first, second))
@@ -100,7 +95,6 @@ def test_sets_survive_json_and_join(case):
     assert back.trained_ids().tolist() == sorted(first)
     assert back.fingerprint == one.fingerprint
     assert (one.fingerprint == two.fingerprint) == (first == second)
-    assert (back | two).trained_ids().tolist() == sorted(first | second)
     assert sorted([*back.trained_ids(), *back.remaining_ids()]) == list(range(samples))
 
 

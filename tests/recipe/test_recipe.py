@@ -473,7 +473,7 @@ def test_nesting_too_deep_for_the_parser_is_one_fault(tmp_path):
         faults = faults_of("train.seed=" + "[" * 3000)
     finally:
         sys.setrecursionlimit(limit)
-    assert faults == ["train.seed: must not be nested hundreds of levels deep; mend the value"]
+    assert faults == ["train.seed: must not be nested hundreds of levels deep; fix the value"]
 
 
 def test_a_path_with_a_nul_is_refused():

@@ -21,10 +21,10 @@ def test_ascend_recipes_are_planned_and_fit_their_devices(path):
     assert (plan.epoch.world_size, recipe.device.target) == (world_size, "Ascend")
     assert plan.epoch.steps_per_epoch >= 1
     assert all(ledger.balanced for ledger in plan.ledger.values())
-    assert memory["weights"] == pytest.approx(16 * plan.parameters / 1e9, abs=1e-3)
+    assert memory.weights == pytest.approx(16 * plan.parameters / 1e9, abs=1e-3)
     assert 1.7e9 < plan.parameters < 1.8e9
-    assert memory["activations_recomputed"] < memory["activations"]
-    assert 40 < memory["total"] < memory["limit"] == 58
+    assert memory.activations_recomputed < memory.activations
+    assert 40 < memory.total < memory.limit == 58
 
 
 def test_there_is_a_recipe_for_each_layout_and_for_two_nodes():
@@ -57,8 +57,8 @@ def test_recomputing_is_shown_beside_keeping(tmp_path):
     recipe = load_recipe(RECIPES / "quickstart.yaml", ["device.max_memory=4GB", "device.target=CPU"])
     workload = prepare(recipe)
     kept = step_memory(recipe, workload.model_config, workload.shapes)
-    assert kept["total"] == pytest.approx(
-        kept["weights"] + kept["gradients"] + kept["casts"] + kept["activations"] + kept["logits"], abs=3e-3
+    assert kept.total == pytest.approx(
+        kept.weights + kept.gradients + kept.casts + kept.activations + kept.logits, abs=3e-3
     )
-    assert (kept["limit"], kept["recompute"], kept["tokens"]) == (4, False, 4096)
+    assert (kept.limit, kept.recompute, kept.tokens) == (4, False, 4096)
     assert device_bytes(None) is None

@@ -1,7 +1,7 @@
-"""What to choose for a corpus and a model, each advice with the number behind it. Pure NumPy.
+"""Advice on a recipe for a corpus and a model, each with the numbers behind it.
 
-Work is counted on plans of the corpus, not guessed; it is compared in the model's FLOPs, or in seconds where a bench
-left a calibration. What FLOPs cannot tell (how fast a device runs a dynamic shape) the reasons say.
+Work is counted on plans of the corpus and compared in the model's FLOPs, or in seconds if a bench left a calibration.
+FLOPs cannot tell how fast a device runs a dynamic shape; the reasons mention that.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ Pair = tuple[Mode, str]
 """A mode and a kind of shapes."""
 
 GOOD_ENOUGH = 0.02
-"""A pair that costs at most this much more than the cheapest is not worth changing to another."""
+"""A pair that costs at most this much more than the cheapest is kept."""
 
 PADDING_IS_AS_GOOD = 1.1
-"""Where lengths are alike, less of a speed-up over padding than this does not pay."""
+"""If lengths are alike, a speed-up over padding below this does not pay."""
 
 SAME_STEP = 1.25
 """Steps whose tokens differ by at most this factor may keep their learning rate."""
@@ -42,7 +42,7 @@ PREFERRED: tuple[Pair, ...] = (
     (Mode.PADDED, "static"),
     (Mode.PADDED, "buckets"),
 )
-"""Which of equally cheap pairs is advised: the simplest and the most random one."""
+"""Order of preference among equally cheap pairs: simplest and most random first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +50,10 @@ class Advice:
     """One thing to choose.
 
     Attributes:
-        key: YAML path of what it is about, or a word where no key says it.
+        key: YAML path of the key, or a word if no key sets it.
         advised: the value to take.
-        recipe: what the recipe has; None where it leaves the key out.
-        numbers: behind the advice, by name with unit.
+        recipe: the value in the recipe; None if it leaves the key out.
+        numbers: the numbers behind the advice, by name with unit.
         why: the same in words.
     """
 
@@ -63,11 +63,11 @@ class Advice:
     numbers: Mapping[str, float]
     why: str
     is_key: bool = True
-    """False for what follows from the advice rather than being set."""
+    """False for a value that follows from the advice and cannot be set."""
 
     @property
     def differs(self) -> bool:
-        """Whether the recipe says something else."""
+        """Whether the recipe has another value."""
         return self.is_key and self.advised != self.recipe
 
     def to_json(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class Advice:
 
 @dataclasses.dataclass(frozen=True)
 class Situation:
-    """What advice depends on.
+    """Everything that advice depends on.
 
     Attributes:
         pair: the recipe's mode and kind of shapes.
@@ -86,7 +86,7 @@ class Situation:
         documents: `length_statistics` of documents before they were cut.
         cut_at_p99: `statistics.cut_at` of the documents at their P99.
         counts: [longest + 1] ints, how many samples have each length.
-        padded_counts: the same of what rows of a padded recipe are padded to.
+        padded_counts: the same for the lengths that rows of a padded recipe are padded to.
         sizes, parameters: of the decoder.
         value_bytes: of an activation.
         recompute, seq_length, divisor, token_budget, rows, row_buckets, max_graphs, learning_rate: as in the recipe;
@@ -96,7 +96,7 @@ class Situation:
         max_memory: bytes; None without a limit.
         slow_range: whether the device may run a range of sizes far slower than static ones.
         calibration: None without a bench of this model.
-        calibration_note: why a calibration that is there is not used, in words; None where it is, or is not there.
+        calibration_note: why a calibration was found but not used, in words; None otherwise.
     """
 
     pair: Pair
@@ -155,7 +155,7 @@ class Situation:
 
 
 def choose_pair(situation: Situation) -> Pair:
-    """The mode and kind of shapes to take: the recipe's where it is among the cheapest, else the simplest of them."""
+    """The mode and kind of shapes to take: the recipe's if it is among the cheapest, else the simplest of them."""
     fitting = [pair for pair, work in situation.works.items() if work.graphs <= situation.max_graphs]
     fast = [pair for pair in fitting if not (situation.slow_range and pair[1] == "range")]
     candidates = fast or fitting or list(situation.works)

@@ -45,10 +45,10 @@ SHARES = tuple(mode for mode in MODES if mode.follows_lengths)
 
 
 def stats_recipe(target: str, tokenizer: str | None, seq_length: int | None, overrides: Iterable[str]) -> Recipe:
-    """The recipe that `ms-varlen stats` looks at: a file, or a default decoder on a source.
+    """The recipe of `ms-varlen stats`: a file, or a default decoder on a source.
 
     Args:
-        target: path of a YAML file, or what `data.source` takes.
+        target: path of a YAML file, or a value of `data.source`.
         tokenizer: as `data.tokenizer`; "bytes" if None. Only for a source.
         seq_length: as `model.seq_length`; 2048 if None. Only for a source.
         overrides: ``section.key=value``.
@@ -198,13 +198,13 @@ class ModeNumbers:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A corpus in every mode, and what follows from it.
+    """The modes compared on a corpus, and the advice.
 
     Attributes:
         recipe: as given.
-        situation: the works and all that advice depends on.
+        situation: the work of each pair, and all else that advice depends on.
         refused: by "mode, kind", why a pair is not possible.
-        planned_on: samples that the works were counted on, of all of them.
+        planned_on: number of samples that the work was counted on.
         mean_length: of those samples, in tokens.
         windows: see `window_trade`; rows padded to the batch maximum.
         own: whether the recipe is the user's.
@@ -341,7 +341,7 @@ class Comparison:
 
 
 def _window_trade(recipe: Recipe, lengths: SampleLengths, mean_length: float, world_size: int) -> list[WindowTrade]:
-    """Of as many rows as a padded variant has, from no sorting (a window of one micro-batch) up."""
+    """The trade of each window, from one micro-batch (no sorting) to the whole corpus."""
     samples, divisor = lengths.train.size, recipe.shapes.divisor
     rows = rows_of(recipe, mean_length)
     row_lengths = divisor_boundaries(min(recipe.model.seq_length, lengths.longest), divisor)
@@ -356,7 +356,7 @@ def _padded_counts(recipe: Recipe, counts: np.ndarray, mean_length: float) -> np
 
 
 def _calibration_of(recipe: Recipe, parameters: int) -> tuple[Calibration | None, str | None]:
-    """What a bench of the recipe measured, or why it is not used."""
+    """The calibration of the recipe's bench, or why it is not used."""
     found = read_calibration(recipe.checkpoint.output_dir)
     if found is None:
         return None, None
@@ -366,13 +366,13 @@ def _calibration_of(recipe: Recipe, parameters: int) -> tuple[Calibration | None
 
 
 def cpu_body() -> str:
-    """The body that operators have on this CPU, as far as can be told without building the kernels."""
+    """The body that operators probably have on this CPU; the kernels are not built to find out."""
     asked_for = shlex.split(os.environ.get("CXX", ""))[:1]
     return "kernel" if any(shutil.which(name) for name in asked_for or COMPILERS) else "reference"
 
 
 def read_calibration(output_dir: Path) -> Calibration | None:
-    """What a bench left in a folder, None when none was run.
+    """The calibration that a bench wrote to a folder; None if no bench was run.
 
     Raises:
         DataError: the file is there and cannot be used.

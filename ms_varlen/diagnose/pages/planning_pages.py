@@ -288,7 +288,7 @@ def _number(name: str, value: str, note: str) -> dict:
 
 
 def _tokens(value: float) -> str:
-    """Whole numbers as they are, others with one decimal."""
+    """Whole numbers without decimals, others with one."""
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.1f}"
 
 
