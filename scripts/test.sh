@@ -6,5 +6,6 @@ source scripts/environment.sh
 use_environment "test,mindformers"
 ruff format --check .
 ruff check .
+lint-imports --no-logo
 mypy
 exec python -m pytest --numprocesses 2 "$@"

@@ -24,7 +24,7 @@ import psutil
 
 from ms_varlen.errors import VarlenError
 from ms_varlen.launch.cluster import Cluster
-from ms_varlen.ranks.join import (
+from ms_varlen.ranks.stop import (
     MSRUN_PID,
     ROLE,
     SCHEDULER,

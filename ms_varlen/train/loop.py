@@ -29,7 +29,8 @@ from ms_varlen.planning.plan import EpochPlan, EpochPlans, PlanState
 from ms_varlen.ranks.agreement import StepCounts, StepLengths, StepPlace, StepReports
 from ms_varlen.ranks.drift import check_replicas
 from ms_varlen.ranks.exchange import Exchange
-from ms_varlen.ranks.join import Ranks, StopRequest
+from ms_varlen.ranks.join import Ranks
+from ms_varlen.ranks.stop import StopRequest
 from ms_varlen.train.bad_steps import Skipped, check_bad_steps, culprits, dump_bad_step
 from ms_varlen.train.graphs import TrainingGraphs
 from ms_varlen.train.profiling import StepProfiler

@@ -21,8 +21,9 @@ from ms_varlen.checkpoint.store import write_atomically
 from ms_varlen.data.store.store import Progress
 from ms_varlen.ranks.collectives import gather_words
 from ms_varlen.ranks.exchange import Exchange, connect
-from ms_varlen.ranks.join import StopRequest, join_ranks
+from ms_varlen.ranks.join import join_ranks
 from ms_varlen.ranks.shared_plans import plans_of_node
+from ms_varlen.ranks.stop import StopRequest
 from ms_varlen.recipe.recipe import Recipe
 from ms_varlen.train.device import set_up_device
 from ms_varlen.train.graphs import TrainingGraphs, compile_graphs
@@ -54,7 +55,7 @@ def train(
     target = set_up_device(recipe.device, recipe.graph)
     ranks = join_ranks(recipe.device)
     stop = StopRequest()
-    stop.listen(ranks)
+    stop.listen(ranks.rank)
     # The ranks of a node have one parent, msrun; a process of its own shares its plans with nobody.
     sharing = plans_of_node(os.getppid()) if ranks.size > 1 else contextlib.nullcontext()
     with (

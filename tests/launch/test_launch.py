@@ -15,8 +15,8 @@ from ms_varlen.errors import VarlenError
 from ms_varlen.launch import launch
 from ms_varlen.launch.cluster import TRAIN_SCRIPT, Cluster
 from ms_varlen.launch.launch import Launch, failed_worker, first_cause, first_error, main
-from ms_varlen.ranks import join as ranks
-from ms_varlen.ranks.join import Ranks, StopRequest
+from ms_varlen.ranks import stop as stops
+from ms_varlen.ranks.stop import StopRequest
 from ms_varlen.train.bad_steps import check_bad_steps, culprits
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
@@ -90,11 +90,11 @@ def restored_signals():
 def test_signals_at_one_time_ask_and_a_later_one_interrupts(monkeypatch, restored_signals):
     monkeypatch.setenv("MS_ROLE", "MS_WORKER")
     stop = StopRequest()
-    stop.listen(Ranks(1, 2))
+    stop.listen(rank=1)
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):  # from the system, the launcher, the terminal
         signal.raise_signal(number)
     assert (stop.asked, stop.number) == (True, signal.SIGTERM)
-    monkeypatch.setattr(ranks, "SAME_WISH_SECONDS", 0)
+    monkeypatch.setattr(stops, "SAME_REQUEST_SECONDS", 0)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
 
@@ -102,7 +102,7 @@ def test_signals_at_one_time_ask_and_a_later_one_interrupts(monkeypatch, restore
 def test_alone_signals_are_left_as_they_are(monkeypatch):
     monkeypatch.delenv("MS_ROLE", raising=False)
     before = signal.getsignal(signal.SIGTERM)
-    StopRequest().listen(Ranks())
+    StopRequest().listen(rank=0)
     assert signal.getsignal(signal.SIGTERM) == before
 
 

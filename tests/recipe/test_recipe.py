@@ -108,16 +108,16 @@ def test_the_error_names_the_file_and_counts_its_faults():
         load_recipe(QUICKSTART, ["batch.rows=8", "train.steps=0"])
 
 
-def test_reading_a_recipe_imports_no_mindspore_and_takes_under_three_seconds():
+def test_reading_a_recipe_takes_under_three_seconds():
     code = (
         "import sys; from ms_varlen.errors import RecipeError; from ms_varlen.recipe.recipe import load_recipe\n"
         f"load_recipe({str(QUICKSTART)!r})\n"
         f"try: load_recipe({str(QUICKSTART)!r}, ['train.steps=0', 'lr=1'])\n"
-        "except RecipeError as error: print(len(error.faults), 'mindspore' in sys.modules)"
+        "except RecipeError as error: print(len(error.faults))"
     )
     start = time.perf_counter()
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout == "2 False\n"
+    assert result.stdout == "2\n"
     assert time.perf_counter() - start < 3
 
 

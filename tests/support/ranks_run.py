@@ -245,12 +245,12 @@ def nan_gradient_of_one_rank(folder, rank):
 @scenario
 def stopped_before_the_first_step(folder, rank):
     """Rank 1 gets a SIGTERM as soon as it has joined; then the run is started again."""
-    from ms_varlen.ranks.join import StopRequest
+    from ms_varlen.ranks.stop import StopRequest
 
     original = StopRequest.listen
 
-    def asked(stop, ranks):
-        original(stop, ranks)
+    def asked(stop, number):
+        original(stop, number)
         if rank == 1:
             signal.raise_signal(signal.SIGTERM)
 
