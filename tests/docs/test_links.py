@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ms_varlen.catalogue import catalogue
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("README*.md"), *ROOT.glob("docs/**/*.md")])
 FENCED = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
@@ -55,7 +57,7 @@ def test_every_link_leads_to_a_file_and_an_anchor(page):
     assert not broken
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "README.zh-CN.md"], ids=name_of)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_path_in_code_marks_exists(page):
     missing = []
     for code in CODE.findall(prose(page)):
@@ -86,7 +88,7 @@ def test_the_speeds_that_are_drawn_are_those_that_were_recorded():
         assert speed in readme.split(".svg)")[0]
 
 
-@pytest.mark.parametrize("name", ["README.md"])
+@pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
 def test_a_readme_is_a_front_page(name):
     assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= MOST_LINES
 
@@ -94,3 +96,10 @@ def test_a_readme_is_a_front_page(name):
 def test_each_page_is_linked_from_the_readme():
     linked = {(ROOT / target.partition("#")[0]).resolve() for target in LINK.findall(prose(ROOT / "README.md"))}
     assert not [name_of(page) for page in ROOT.glob("docs/*.md") if "." not in page.stem and page not in linked]
+
+
+def test_the_chinese_page_of_faults_has_the_entries_of_the_catalogue():
+    page = (ROOT / "docs/zh/troubleshooting.md").read_text(encoding="utf-8")
+    for code, entry in catalogue("zh").items():
+        cells = (f"`{code}` {entry.title}", entry.symptom, entry.cause, entry.remedy)
+        assert f"| {' | '.join(' '.join(cell.split()) for cell in cells)} |" in page
