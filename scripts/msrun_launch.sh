@@ -6,4 +6,4 @@ folder=$(cd "$(dirname "$0")/.." && pwd)
 source "$folder/scripts/environment.sh"
 here=$PWD
 cd "$folder" && use_environment "" && cd "$here"
-exec python -m ms_varlen.launch.launch "$@"
+exec python -m ms_varlen.launch "$@"

@@ -1,7 +1,4 @@
-"""The ranks that a launcher starts: the variables that describe them, and what is refused before any runs.
-
-Imports no MindSpore.
-"""
+"""The ranks that a launcher starts, the variables that describe them, and the checks before any of them runs."""
 
 import contextlib
 import dataclasses
@@ -24,7 +21,7 @@ _Number = TypeVar("_Number", int, float)
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """The ranks to start, and those of this node."""
+    """All ranks of a launch, and which of them run on this node."""
 
     workers: int
     local_workers: int
@@ -37,13 +34,13 @@ class Cluster:
 
     @classmethod
     def from_environment(cls, workers: int, environment: Mapping[str, str]) -> "Cluster":
-        """The cluster that the variables of the launcher's usage describe.
+        """Read the variables that the launcher's usage lists.
 
         Args:
             workers: ranks over all nodes.
             environment: the variables.
         Raises:
-            VarlenError: one of them is wrong.
+            VarlenError: a variable is wrong.
         """
 
         def number(name: str, default: _Number, least: int, kind: Callable[[str], _Number]) -> _Number:
@@ -110,7 +107,7 @@ class Cluster:
         return self.log_dir / f"worker_{rank}.log"
 
     def command(self, arguments: Sequence[str]) -> list[str]:
-        """msrun with the training script; it prints no worker's log, so that it starts no `tail` for each."""
+        """Return msrun's command. It prints no worker's log, so that it starts no `tail` for each."""
         return [
             sys.executable,
             *("-m", "mindspore.parallel.cluster.run"),
@@ -128,14 +125,14 @@ class Cluster:
         ]
 
     def check_address(self) -> None:
-        """Refuse an address or a port at which the ranks and the scheduler would wait for each other in vain.
+        """Refuse an address or port at which ranks and scheduler would wait for each other forever.
 
-        msrun starts the scheduler where MASTER_ADDR is an address of the machine, whatever NODE_RANK says.
+        msrun starts the scheduler on each machine that owns MASTER_ADDR, whatever NODE_RANK is.
 
         Raises:
-            VarlenError: the address is not that of node 0, or somebody listens at the port.
+            VarlenError: the address is not node 0's, or the port is in use.
         """
-        with contextlib.suppress(socket.gaierror):  # MindSpore tells of an address that it cannot find
+        with contextlib.suppress(socket.gaierror):  # MindSpore reports an unknown host
             family, kind, _, _, address = socket.getaddrinfo(
                 self.master_addr, self.master_port, type=socket.SOCK_STREAM
             )[0]
@@ -152,13 +149,13 @@ class Cluster:
                 raise VarlenError(f"MASTER_PORT must be free, got {self.master_port} in use; set another")
 
     def take_log_dir(self) -> IO[bytes]:
-        """Take the folder of the logs for this launch, and remove those of the last one.
+        """Lock the folder of the logs for this launch, and remove the logs of the last one.
 
         Returns:
-            the open log of msrun. It is locked for as long as it is open here or in a process that it was handed to;
-            its first line holds the process id.
+            the open log of msrun. It stays locked while it is open here or in a process that inherited it. Its first
+            line holds the process id.
         Raises:
-            VarlenError: another launch has it, or nothing can be written there.
+            VarlenError: another launch holds the folder, or it cannot be written.
         """
         try:
             return self._locked_log()
@@ -192,9 +189,9 @@ class Cluster:
 
 
 def _bind(family: socket.AddressFamily, kind: socket.SocketKind, address: tuple) -> int:
-    """The error number of binding a socket to an address, 0 when it can be done."""
+    """Return the error number of binding a socket to an address, 0 if it succeeds."""
     with socket.socket(family, kind) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port just left is free
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just closed is free
         try:
             probe.bind(address)
         except OSError as error:

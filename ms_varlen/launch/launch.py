@@ -1,13 +1,10 @@
-"""Start a recipe's ranks under msrun, look after them, and tell what went wrong: what `scripts/msrun_launch.sh` runs.
+"""Start a recipe's ranks under msrun, watch them, and report the first error.
 
-    python -m ms_varlen.launch.launch recipes/quickstart.yaml 2 -- train.steps=20
-
-msrun alone ends its workers without a word on SIGINT and leaves them running on SIGTERM. Here both are forwarded to the
-workers, which save and leave; when they do not within STOP_SECONDS, or one of them dies, all are ended. Where a node
-runs this, no process of it stays behind. Imports no MindSpore.
+msrun alone kills its workers without a word on SIGINT and leaves them running on SIGTERM. `Launch` forwards both to the
+workers, which save and exit. It kills all of them if they do not exit within STOP_SECONDS, or if one of them dies. When
+it returns, no process of the launch is left on this node.
 """
 
-import argparse
 import contextlib
 import os
 import re
@@ -16,13 +13,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import psutil
 
-from ms_varlen.errors import VarlenError
 from ms_varlen.launch.cluster import Cluster
 from ms_varlen.ranks.stop import (
     MSRUN_PID,
@@ -33,56 +28,44 @@ from ms_varlen.ranks.stop import (
     alive,
     ask_for_signal_of_parents_death,
 )
-from ms_varlen.recipe.recipe import load_recipe
 
 SCHEDULER_SECONDS = 5
-"""How long the scheduler may live on without workers; by itself it waits for dead ones for half a minute."""
+"""How long the scheduler may outlive the ranks; by itself it waits half a minute for dead ones."""
 NOTHING_TO_SAVE_SECONDS = 10
-"""How long ranks have to leave while none has joined the others: MindSpore holds signals back until then."""
+"""How long ranks have to exit if none has joined the others: until then MindSpore holds signals back."""
 
 INTERRUPTED = 130
-"""Status of a rank that was asked to stop and had done no step yet."""
+"""Status of a rank that was asked to stop before its first step."""
 
 JOINED = re.compile(r"rank \d+ of\s+\d+")
-"""What a rank logs when it has joined the others."""
+"""A rank logs this when it has joined the others."""
 EXIT_CODE = 48
 """Place of the exit code in /proc/PID/stat, counted from behind the state."""
 CONSEQUENCE = re.compile(r"rank \d+ stopped, and with it|, and is gone \(")
-"""Errors that a rank has because another one had one."""
-
-USAGE = "msrun_launch.sh RECIPE [N] [-- section.key=value ...]"
-VARIABLES = """\
-N is the number of ranks over all nodes, 8 if left out. Environment, as for MindFormers' msrun_launcher.sh:
-  LOCAL_WORKER      ranks of this node (N)
-  MASTER_ADDR       address of node 0 (127.0.0.1); on several nodes one that all of them reach
-  MASTER_PORT       its port (8118)
-  NODE_RANK         number of this node (0)
-  LOG_DIR           folder of worker_0.log, worker_1.log, ... and scheduler.log (output/msrun_log)
-  CLUSTER_TIME_OUT  seconds to wait for all nodes at the start (7200)
-  STOP_SECONDS      seconds that ranks have to save and leave after SIGTERM or SIGINT (600)
-Exit status: 0, also when the ranks were asked to stop and saved; that of the rank that failed first, 137 when it was
-killed; 143 (SIGTERM) or 130 (SIGINT) when they were stopped before their first step; 1 or 2 when nothing was started.
-"""
+"""Follow-up errors: a rank prints these only because another rank failed first."""
 
 
 class Launch:
-    """A running msrun.
+    """A running msrun and its processes.
+
+    Each rank leads a process group of its own, and msrun's group holds the scheduler: a SIGKILL goes to whole groups, a
+    SIGTERM to the ranks alone, because the scheduler must serve them until they have saved.
 
     Args:
-        cluster: what to start.
+        cluster: the ranks to start.
         arguments: of the training script.
     """
 
     def __init__(self, cluster: Cluster, arguments: Sequence[str]):
         self._cluster = cluster
-        # A child's environment cannot hold its own process id; the shell knows it, and becomes msrun.
+        # A child's environment cannot hold its own process id; the shell knows its own, and becomes msrun.
         shell = ["sh", "-c", f'{MSRUN_PID}=$$ exec "$@"', "msrun"]
-        # msrun starts the `python` of the PATH.
+        # msrun starts the first `python` of PATH.
         search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         launcher = os.getpid()
         adopt_orphans()
         with cluster.take_log_dir() as log:
-            # A session of its own: Ctrl-C on the terminal reaches this process alone.
+            # In a new session, so that Ctrl-C on the terminal reaches this process alone.
             self._msrun = subprocess.Popen(
                 [*shell, *cluster.command(arguments)],
                 stdout=log,
@@ -91,49 +74,48 @@ class Launch:
                 start_new_session=True,
                 preexec_fn=lambda: ask_for_signal_of_parents_death(launcher),
             )
-        self._workers: dict[int, psutil.Process] = {}
-        self._started: list[psutil.Process] = []
+        self._workers: dict[int, psutil.Process] = {}  # by rank
         self._scheduler: psutil.Process | None = None
-        self._scheduler_failed = self._left_alone = self._asked_early = self._msrun_killed = False
-        self._given_up = False
-        self._stop, self._at_once = StopRequest(), False
-        self._told: set[int] = set()
+        self._stop = StopRequest()
+        self._asked: set[int] = set()  # ranks that got a SIGTERM
+        self._stop_now = self._asked_early = self._gave_up = False
+        self._scheduler_failed = self._scheduler_lingered = self._msrun_killed = False
 
     def ask_to_stop(self, number: int, _frame: object = None) -> None:
-        """Handler of SIGTERM and SIGINT."""
-        self._at_once = self._stop.note(number) or self._at_once
+        """Handle SIGTERM and SIGINT: the first asks the ranks to stop, a second one kills them."""
+        self._stop_now = self._stop.note(number) or self._stop_now
 
     def wait(self) -> int:
-        """Look after the ranks until all have ended; the exit status: 0, or that of the first that failed."""
-        deadline = without_workers = float("inf")
+        """Watch the ranks until all have exited. Return 0, or the status of the first rank that failed."""
+        deadline = linger = float("inf")
         while self._msrun.poll() is None or any(map(alive, self._workers.values())):
-            self._look()
+            self._find_processes()
             if not self._scheduler_failed and self._scheduler is not None and _failed(self._scheduler):
                 self._scheduler_failed = True
-                _say("the scheduler ended with an error: the ranks are stopped")
-            # When msrun is gone, the system has sent the workers a SIGTERM.
+                _say("the scheduler failed: the ranks are stopped")
+            # If msrun is dead, the system has sent the workers a SIGTERM.
             if self._stop.asked or self._scheduler_failed or self._msrun.returncode is not None:
-                self._asked_early = self._asked_early or not (self._told or self._joined())
-                self._forward()
+                self._asked_early = self._asked_early or not (self._asked or self._joined())
+                self._ask_ranks()
                 if deadline == float("inf") or self._scheduler_failed:
                     deadline = min(deadline, time.monotonic() + self._stop_seconds())
-            if self._at_once or time.monotonic() > deadline:
-                _say(f"ranks are ended after {'a second signal' if self._at_once else 'their time to leave'}")
-                self._given_up = True
+            if self._stop_now or time.monotonic() > deadline:
+                _say(f"ranks are killed after {'a second signal' if self._stop_now else 'their time to stop'}")
+                self._gave_up = True
                 break
-            if self._all_seen() and not any(map(alive, self._workers.values())):
-                without_workers = min(without_workers, time.monotonic() + SCHEDULER_SECONDS)
-                if time.monotonic() > without_workers:
-                    self._left_alone = True
+            if len(self._workers) == self._cluster.local_workers and not any(map(alive, self._workers.values())):
+                linger = min(linger, time.monotonic() + SCHEDULER_SECONDS)
+                if time.monotonic() > linger:
+                    self._scheduler_lingered = True
                     break
             time.sleep(0.2)
-        self._look()
+        self._find_processes()
         self._msrun_killed = (self._msrun.poll() or 0) < 0
-        self._end_all()
+        self._kill_all()
         return self._status()
 
     def _stop_seconds(self) -> float:
-        """How long ranks may take to leave. Without a scheduler they cannot wait for each other's save."""
+        """How long ranks may take to exit. Without a scheduler they cannot wait for each other's save."""
         if self._scheduler_failed or not self._joined():
             return min(NOTHING_TO_SAVE_SECONDS, self._cluster.stop_seconds)
         return self._cluster.stop_seconds
@@ -143,44 +125,36 @@ class Launch:
         logs = map(self._cluster.log_of, self._workers)
         return any(log.is_file() and JOINED.search(log.read_text("utf-8", "replace")) for log in logs)
 
-    def _look(self) -> None:
-        """Take down the processes that msrun has started so far."""
+    def _find_processes(self) -> None:
+        """Note the ranks and the scheduler among msrun's children.
+
+        A child between fork and exec still shows msrun's environment, without a role; it is found on the next look.
+        """
         with contextlib.suppress(psutil.NoSuchProcess):
-            for process in psutil.Process(self._msrun.pid).children(recursive=True):
-                if process not in self._started:
-                    self._started.append(process)
-                if process != self._scheduler and process not in self._workers.values():
-                    self._recognise(process)
+            for process in psutil.Process(self._msrun.pid).children():
+                with contextlib.suppress(psutil.Error):
+                    environment = process.environ()
+                    if environment.get(ROLE) == SCHEDULER:
+                        self._scheduler = process
+                    elif ROLE in environment:
+                        self._workers[int(environment["RANK_ID"])] = process
 
-    def _recognise(self, process: psutil.Process) -> None:
-        """Note a rank or the scheduler. Between fork and exec it shows msrun's environment: the rest is asked again."""
-        with contextlib.suppress(psutil.Error):
-            environment = process.environ()
-            if ROLE not in environment or process.ppid() != self._msrun.pid:
-                return
-            if environment[ROLE] == SCHEDULER:
-                self._scheduler = process
-            else:
-                self._workers[int(environment["RANK_ID"])] = process
-
-    def _all_seen(self) -> bool:
-        return len(self._workers) == self._cluster.local_workers
-
-    def _forward(self) -> None:
-        for rank, worker in self._workers.items():
-            if rank not in self._told:
-                self._told.add(rank)
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    worker.terminate()
-
-    def _end_all(self) -> None:
-        """Nothing of this run lives on."""
-        for process in self._started:
+    def _ask_ranks(self) -> None:
+        for rank in self._workers.keys() - self._asked:
+            self._asked.add(rank)
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+                self._workers[rank].terminate()
+
+    def _kill_all(self) -> None:
+        """Kill all that is left of this launch."""
+        for worker in self._workers.values():
+            _kill_group(worker.pid)
+        if self._scheduler is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._scheduler.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._msrun.wait(SCHEDULER_SECONDS)  # it writes down what failed
-        self._msrun.kill()
+            self._msrun.wait(SCHEDULER_SECONDS)  # it logs which rank failed
+        _kill_group(self._msrun.pid)
         self._msrun.wait()
 
     def _status(self) -> int:
@@ -188,23 +162,23 @@ class Launch:
         status, rank = failed_worker(self._cluster.msrun_log.read_text("utf-8", "replace"), ranks)
         if self._msrun_killed and status == 0:
             status, rank = self._failed_orphan()
-        # A scheduler that was ended for lingering is no failure of msrun's; the ranks had left well by then. Nor is it
-        # one when msrun was ended with everything else, but the ranks have saved.
-        saved = self._msrun.returncode == 0 or self._left_alone or (self._msrun_killed and self._stop.asked)
+        # If we killed a scheduler that outlived its ranks, ignore msrun's failure status: the run had succeeded. So it
+        # had if msrun was killed together with everything else, but on a request to stop, and the ranks have saved.
+        saved = self._msrun.returncode == 0 or self._scheduler_lingered or (self._msrun_killed and self._stop.asked)
         if status == 0 and saved and not self._scheduler_failed:
             return 0
-        if self._stop.number is not None and (self._asked_early or (status == INTERRUPTED and not self._at_once)):
+        if self._stop.number is not None and (self._asked_early or (status == INTERRUPTED and not self._stop_now)):
             _say(f"stopped on {signal.Signals(self._stop.number).name} before the first step; nothing to save")
             return 128 + self._stop.number
         if status == 0 and self._msrun_killed:
             status = self._msrun.returncode
-            _say(f"msrun was ended by {signal.Signals(-status).name}, and the ranks with it")
+            _say(f"msrun was killed by {signal.Signals(-status).name}, and the ranks with it")
         status = 1 if self._scheduler_failed else status or 1
         self._report(rank, status)
         return status if status > 0 else 128 - status
 
     def _failed_orphan(self) -> tuple[int, int | None]:
-        """As `failed_worker`, of ranks that outlived msrun; they are children of this process then."""
+        """As `failed_worker`, for ranks that outlived msrun: they are children of this process by then."""
         for rank, worker in self._workers.items():
             with contextlib.suppress(psutil.Error):
                 if status := worker.wait(0):
@@ -215,38 +189,36 @@ class Launch:
         order = sorted(self._workers, key=lambda other: (other != rank, other))
         by_signal = status < 0 and not self._scheduler_failed
         if rank is not None and not self._scheduler_failed:
-            how = f"was ended by {signal.Signals(-status).name}" if by_signal else f"ended with status {status}"
-            if -status == signal.SIGKILL and not self._given_up:
+            how = f"was killed by {signal.Signals(-status).name}" if by_signal else f"exited with status {status}"
+            if -status == signal.SIGKILL and not self._gave_up:
                 how += " (the system does so when memory runs out, see dmesg)"
-            _say(f"rank {rank} {how}, the others were ended too; its log is {self._cluster.log_of(rank)}")
+            _say(f"rank {rank} {how}, the others were killed too; its log is {self._cluster.log_of(rank)}")
         logs = {f"rank {other}": self._cluster.log_of(other) for other in order}
         scheduler = {"the scheduler": self._cluster.scheduler_log}
         logs = {**scheduler, **logs} if self._scheduler_failed else {**logs, **scheduler}
-        # What msrun says of a rank's end follows from it, but when it started none its own error is all there is.
-        logs |= {} if self._started else {"msrun": self._cluster.msrun_log}
+        # msrun's own errors follow from a rank's, but if it started nothing there is no other.
+        logs |= {} if self._workers or self._scheduler else {"msrun": self._cluster.msrun_log}
         found = first_cause(logs)
         if found is not None:
             _say(f"first error of {found[0]}: {found[1]}")
         elif not by_signal:
             name, log = next(iter(logs.items()))
-            _say(
-                f"no log holds an error that is known; see {self._cluster.log_dir}; last of {name}:\n{last_lines(log)}"
-            )
+            _say(f"no log holds a known error; see {self._cluster.log_dir}; last lines of {name}:\n{last_lines(log)}")
 
 
 def failed_worker(msrun_log: str, ranks: Mapping[int, int]) -> tuple[int, int | None]:
-    """The worker that msrun's log says failed first: its status, negative for a signal, and its rank; else (0, None).
+    """Return status (negative for a signal) and rank of the worker that failed first by msrun's log, else (0, None).
 
     Args:
         msrun_log: text of the log of this launch.
-        ranks: rank by process id; a worker that ended before anybody saw it is missing, and has rank None.
+        ranks: rank by process id. A worker that exited before it was found is missing; its rank is None.
     """
     failed = re.search(r"Worker process (\d+) exit with exception\. Error code: (-?\d+)", msrun_log)
     return (int(failed[2]), ranks.get(int(failed[1]))) if failed else (0, None)
 
 
 def first_cause(logs: Mapping[str, Path]) -> tuple[str, str] | None:
-    """The name and the first error of the first log with one, if possible with one that is not another rank's doing."""
+    """Return name and first error of the first log that holds one; follow-up errors count only if there is no other."""
     errors = [(name, error) for name, log in logs.items() if (error := first_error(log))]
     return next(
         (found for found in errors if not CONSEQUENCE.search(" ".join(found[1].split()))), next(iter(errors), None)
@@ -254,7 +226,7 @@ def first_cause(logs: Mapping[str, Path]) -> tuple[str, str] | None:
 
 
 def first_error(log: Path) -> str | None:
-    """The first error in a worker's log: a message of ours with all its lines, or the last line of a traceback."""
+    """Return the first error in a worker's log: our message with all its lines, or the last line of a traceback."""
     if not log.is_file():
         return None
     text = log.read_text("utf-8", "replace")
@@ -269,7 +241,7 @@ def first_error(log: Path) -> str | None:
 
 
 def last_lines(log: Path, most: int = 6) -> str:
-    """The end of a log, for an error that nothing is known of; MindSpore's own notes are left out."""
+    """Return the last lines of a log, for an unknown error, without MindSpore's own notes."""
     text = log.read_text("utf-8", "replace") if log.is_file() else ""
     lines = [
         line.rstrip() for line in text.splitlines() if line.strip() and not line.startswith(("[INFO]", "[WARNING]"))
@@ -277,23 +249,38 @@ def last_lines(log: Path, most: int = 6) -> str:
     return "\n".join(lines[-most:])
 
 
-def _follow(log: Path, ended: threading.Event) -> None:
-    """Copy a log to the terminal while it grows."""
-    while not log.is_file() and not ended.wait(0.2):
+@contextlib.contextmanager
+def shown(log: Path) -> Iterator[None]:
+    """Copy a log to the terminal while it grows, until the block is left."""
+    done = threading.Event()
+    follower = threading.Thread(target=_follow, args=(log, done))
+    follower.start()
+    try:
+        yield
+    finally:
+        done.set()
+        follower.join()
+
+
+def _follow(log: Path, done: threading.Event) -> None:
+    while not log.is_file() and not done.wait(0.2):
         pass
     if log.is_file():
         with log.open("r", encoding="utf-8", errors="replace") as lines:
-            while True:
-                last = ended.is_set()
+            last = False
+            while not last:
+                last = done.wait(0.3)
                 sys.stdout.write(lines.read())
                 sys.stdout.flush()
-                if last:
-                    return
-                ended.wait(0.3)
+
+
+def _kill_group(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def _failed(process: psutil.Process) -> bool:
-    """Whether a process that its parent has not taken note of yet ended with an error; False where that is not told."""
+    """Whether a process is a zombie that failed; False if the system does not show its exit code."""
     try:
         state, *rest = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -303,52 +290,3 @@ def _failed(process: psutil.Process) -> bool:
 
 def _say(text: str) -> None:
     print(f"msrun_launch: {text}", file=sys.stderr, flush=True)
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Leave with one line."""
-        overrides = re.search(r"\b\S+=\S*", message)
-        hint = "; put -- before overrides" if overrides else ""
-        self.exit(2, f"error: {message}{hint}; usage: {USAGE}\n")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the launcher; the exit status."""
-    parser = _Parser(
-        prog="msrun_launch.sh", usage=USAGE, epilog=VARIABLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("recipe")
-    parser.add_argument("N", nargs="?", type=int, default=8)
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    cut = arguments.index("--") if "--" in arguments else len(arguments)
-    given, overrides = parser.parse_args(arguments[:cut]), arguments[cut + 1 :]
-    try:
-        cluster = Cluster.from_environment(given.N, os.environ)
-        load_recipe(given.recipe, [override for override in overrides if not override.startswith("--")])
-        cluster.check_address()
-        launch = Launch(cluster, [given.recipe, *overrides])
-    except VarlenError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return _look_after(launch, cluster)
-
-
-def _look_after(launch: Launch, cluster: Cluster) -> int:
-    """Pass signals on and show the log of a rank until all have ended."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-            signal.signal(number, launch.ask_to_stop)
-    _say(f"{cluster.workers} ranks, {cluster.local_workers} on this node; logs in {cluster.log_dir}")
-    ended = threading.Event()
-    follower = threading.Thread(target=_follow, args=(cluster.log_of(cluster.first_rank), ended))
-    follower.start()
-    try:
-        return launch.wait()
-    finally:
-        ended.set()
-        follower.join()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -45,7 +45,7 @@ def start(recipe: Path, output: Path, port: int) -> subprocess.Popen:
     """The launcher, in a session of its own."""
     environment = {**os.environ, "MASTER_PORT": str(port), "LOG_DIR": str(output.parent / f"log_{output.name}")}
     search = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
-    command = [sys.executable, "-m", "ms_varlen.launch.launch", str(recipe), "2", "--"]
+    command = [sys.executable, "-m", "ms_varlen.launch", str(recipe), "2", "--"]
     return subprocess.Popen(
         [*command, f"checkpoint.output_dir={output}"],
         cwd=ROOT,

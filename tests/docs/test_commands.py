@@ -118,7 +118,7 @@ def test_a_command_is_understood(words, tmp_path, monkeypatch):
         script, *rest = arguments
         assert (ROOT / script).is_file()
         if script == "scripts/msrun_launch.sh":
-            launch = importlib.import_module("ms_varlen.launch.launch")
+            launch = importlib.import_module("ms_varlen.launch.__main__")
             given = rest[: rest.index("--")] if "--" in rest else rest
             parse_script(lambda: launch.main(given), [script, *given], monkeypatch)
         if program == "python":

@@ -13,8 +13,9 @@ import pytest
 
 from ms_varlen.errors import VarlenError
 from ms_varlen.launch import launch
+from ms_varlen.launch.__main__ import main
 from ms_varlen.launch.cluster import TRAIN_SCRIPT, Cluster
-from ms_varlen.launch.launch import Launch, failed_worker, first_cause, first_error, main
+from ms_varlen.launch.launch import Launch, failed_worker, first_cause, first_error
 from ms_varlen.ranks import stop as stops
 from ms_varlen.ranks.stop import StopRequest
 from ms_varlen.train.bad_steps import check_bad_steps, culprits
@@ -259,13 +260,13 @@ def test_training_script_leaves_when_msrun_is_gone_already():
     assert "msrun (pid 1) is gone" in done.stderr
 
 
-# Starts a scheduler and a worker as msrun does, and says of a worker that failed what msrun says. As between fork and
-# exec, a worker has not got its environment yet when it is seen first.
+# Starts a scheduler and a worker as msrun does, and logs a failed worker as msrun does. When the launcher first sees
+# the worker, its environment is not set yet, as between fork and exec.
 MSRUN = """
 import os, subprocess, sys, time
 scheduler = subprocess.Popen([sys.executable, "-c", SCHEDULER], env={**os.environ, "MS_ROLE": "MS_SCHED"})
 late = 'sleep 0.4; exec env MS_ROLE=MS_WORKER RANK_ID=0 "$@"'
-worker = subprocess.Popen(["sh", "-c", late, "sh", sys.executable, "-c", WORKER])
+worker = subprocess.Popen(["sh", "-c", late, "sh", sys.executable, "-c", WORKER], start_new_session=True)
 while worker.poll() is None:
     time.sleep(0.05)
 if worker.returncode:
@@ -298,7 +299,7 @@ def test_scheduler_that_fails_ends_the_ranks(tmp_path, monkeypatch, capsys):
     (tmp_path / "scheduler.log").write_text("Traceback (most recent call last):\n  x\nOSError: no port\n")
     assert launch.wait() == 1
     err = capsys.readouterr().err
-    assert "the scheduler ended with an error" in err
+    assert "the scheduler failed" in err
     assert "first error of the scheduler: OSError: no port" in err
 
 
@@ -311,8 +312,19 @@ def test_a_killed_worker_is_named_though_it_was_met_before_it_had_its_environmen
     launch = launched(tmp_path, monkeypatch, WAITING, "import os, time; time.sleep(1); os.kill(os.getpid(), 9)")
     assert launch.wait() == 137
     err = capsys.readouterr().err
-    assert "rank 0 was ended by SIGKILL (the system does so when memory runs out, see dmesg)" in err
+    assert "rank 0 was killed by SIGKILL (the system does so when memory runs out, see dmesg)" in err
     assert "no log holds" not in err
+
+
+def test_what_a_rank_started_does_not_outlive_it(tmp_path, monkeypatch):
+    started = tmp_path / "pid"
+    worker = (
+        "import subprocess, time; child = subprocess.Popen(['sleep', '60']); "
+        f"open({str(started)!r}, 'w').write(str(child.pid)); time.sleep(1); raise SystemExit(3)"
+    )
+    assert launched(tmp_path, monkeypatch, WAITING, worker).wait() == 3
+    child = int(started.read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize(("status", "asked", "expected"), [(0, True, 0), (3, True, 3), (0, False, 143)])
@@ -321,8 +333,8 @@ def test_when_all_is_ended_at_once_the_ranks_decide(tmp_path, monkeypatch, statu
     saves = f"import signal, sys, time; signal.signal(15, lambda *_: (time.sleep(1), sys.exit({status}))); "
     launch = launched(tmp_path, monkeypatch, WAITING, saves + "print('rank 0 of 1', flush=True); time.sleep(60)")
     end = time.monotonic() + 10
-    while not launch._all_seen():
-        launch._look()
+    while not launch._workers:
+        launch._find_processes()
         assert time.monotonic() < end
         time.sleep(0.05)
     (tmp_path / "worker_0.log").write_text("rank 0 of 1")
@@ -339,7 +351,7 @@ def test_an_unknown_error_is_shown_by_the_last_lines_of_its_log(tmp_path, monkey
     launch = launched(tmp_path, monkeypatch, WAITING, "import time; time.sleep(1); raise SystemExit(2)")
     (tmp_path / "worker_0.log").write_text("Usage: x\n\nNo such option: --jsn\n[INFO] DISTRIBUTED\n")
     assert launch.wait() == 2
-    assert capsys.readouterr().err.endswith("last of rank 0:\nUsage: x\nNo such option: --jsn\n")
+    assert capsys.readouterr().err.endswith("last lines of rank 0:\nUsage: x\nNo such option: --jsn\n")
 
 
 def test_msrun_ends_with_a_killed_launcher(tmp_path):

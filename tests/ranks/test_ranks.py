@@ -254,7 +254,7 @@ def test_two_ranks_then_one_then_two_train_each_sample_once(folder, two):
 
 def launched(tiny, output, port):
     """The launcher with two ranks that train without end, in graph mode."""
-    command = [sys.executable, "-m", "ms_varlen.launch.launch", tiny.recipe, "2", "--", "batch.micro_batches=1"]
+    command = [sys.executable, "-m", "ms_varlen.launch", tiny.recipe, "2", "--", "batch.micro_batches=1"]
     command += ["train.steps=100000", "train.eval_every=null", f"checkpoint.output_dir={output}"]
     environment = cli_run.environment(tiny.cache) | {"MASTER_PORT": str(port), "LOG_DIR": str(output / "log")}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
@@ -293,7 +293,7 @@ def test_launcher_saves_on_sigterm_and_names_a_killed_rank(tmp_path_factory, tmp
     victim.kill()
     out, err = launcher.communicate(timeout=100)
     assert launcher.returncode == 137
-    assert "rank 1 was ended by SIGKILL" in err
+    assert "rank 1 was killed by SIGKILL" in err
     assert not [process for process in processes if process.is_running()]
 
     lines = [line for line in metrics(run) if line["step"] <= saved + 2]
