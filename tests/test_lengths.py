@@ -56,9 +56,9 @@ def test_known_lengths_and_positions(case):
 @pytest.mark.parametrize(
     ("seq_lens", "message"),
     [
-        ([2, 0, 3], r"seq_lens\[1\] must be >= 1, got 0"),  # P09
-        ([2, 3, -1], r"seq_lens\[2\] must be >= 1, got -1"),  # P13
-        (np.array([2.0, 3.0], np.float32), "must be integers .int32., got float32"),  # P13
+        ([2, 0, 3], r"seq_lens\[1\] must be >= 1, got 0"),
+        ([2, 3, -1], r"seq_lens\[2\] must be >= 1, got -1"),
+        (np.array([2.0, 3.0], np.float32), "must be integers .int32., got float32"),
         ([2, 9], r"seq_lens\[1\] must be <= 8 .seq_length., got 9"),
         ([], "at least one entry"),
         ([[1, 2]], "must have one axis"),

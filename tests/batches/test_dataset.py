@@ -14,7 +14,7 @@ class Exact:
         return tokens
 
 
-def test_micro_batches_learn_what_the_records_say(tmp_path):  # K06
+def test_micro_batches_learn_what_the_records_say(tmp_path):
     records = [
         {"input_ids": [5, 6, 7], "labels": [-100, -100, 7]},
         {"input_ids": [8, 9], "labels": [-100, 9]},

@@ -85,7 +85,7 @@ def test_a_length_equal_to_a_bucket_belongs_to_that_bucket():
         (Layout("padded", Multiples(8), 8, rows=2, row_lengths=(4, 8)), [-100, 7, -100, -100, 9, -100, -100, -100]),
     ],
 )
-def test_only_supervised_tokens_are_targets(layout, labels):  # K06
+def test_only_supervised_tokens_are_targets(layout, labels):
     samples, masks = [[5, 6, 7], [8, 9]], [False, False, True, False, True]
     lens, columns = place(samples, layout, supervised=np.array(masks))
     _, all_targets = place(samples, layout)
@@ -96,18 +96,18 @@ def test_only_supervised_tokens_are_targets(layout, labels):  # K06
     check(samples, lens, columns, whole_rows=layout.mode == "padded")
 
 
-def test_labels_of_packed_samples_stay_inside_them():  # K07
+def test_labels_of_packed_samples_stay_inside_them():
     assert place([[1, 2, 3], [4, 5]], varlen())[1]["labels"].tolist() == [2, 3, -100, 5, -100]
 
 
-def test_end_of_text_inside_a_sample_is_a_target():  # K08
+def test_end_of_text_inside_a_sample_is_a_target():
     end = 2
     labels = place([[5, end, 6, 7, end]], varlen())[1]["labels"]
     assert labels.tolist() == [end, 6, 7, end, -100]
     assert (labels != -100).sum() == 4
 
 
-def test_lengths_are_carried_when_the_pad_id_occurs_in_the_text():  # K09, P07
+def test_lengths_are_carried_when_the_pad_id_occurs_in_the_text():
     end = 2
     lens, columns = place([[5, end, 6, end]], Layout("padded", Multiples(1), 8, rows=1, row_lengths=(8,)), pad_id=end)
     assert columns["seq_lens"].tolist() == [4]
@@ -115,17 +115,17 @@ def test_lengths_are_carried_when_the_pad_id_occurs_in_the_text():  # K09, P07
     assert lens.real_mask.tolist() == [True] * 4 + [False] * 4
 
 
-def test_every_token_column_is_rounded_up_together():  # P03
+def test_every_token_column_is_rounded_up_together():
     _, columns = place([[1] * 7, [2] * 6], varlen(divisor=16, seq_length=16))
     assert {columns[name].size for name in ("input_ids", "labels", "position_ids")} == {16}
     assert columns["actual_seq_qlen"][-1] == 16
 
 
-def test_segments_without_an_end_of_text_are_still_apart():  # P06
+def test_segments_without_an_end_of_text_are_still_apart():
     assert place([[1, 2, 3], [4, 5]], varlen())[0].segment_ids.tolist() == [0, 0, 0, 1, 1]
 
 
-def test_projected_columns_are_refused_by_name():  # K05
+def test_projected_columns_are_refused_by_name():
     _, columns = place([[1, 2, 3]], varlen())
     with pytest.raises(DataError, match="must carry position_ids, seq_lens, actual_seq_qlen"):
         require_columns({name: columns[name] for name in ("input_ids", "labels")})
@@ -138,9 +138,9 @@ def test_projected_columns_are_refused_by_name():  # K05
             "seq_lens",
             [2, 3],
             r"seq_lens\[0\] must be 3 .the sample's length in the store., got 2; 2 of 2 differ",
-        ),  # P12
+        ),
         ("seq_lens", [3], r"one entry per sample \(2\)"),
-        ("actual_seq_qlen", [3, 5], r"actual_seq_qlen\[-1\] must equal the number of tokens \(8\), got 5"),  # P10
+        ("actual_seq_qlen", [3, 5], r"actual_seq_qlen\[-1\] must equal the number of tokens \(8\), got 5"),
         ("actual_seq_qlen", [3, 3, 8], r"actual_seq_qlen\[1\] must be above the end before it \(3\), got 3"),
         ("actual_seq_qlen", [2, 5, 8], r"start of sample\[1\] must be 3 .*got 5"),
         ("input_ids", [8, 9, 5, 6, 7, 0, 0, 0], r"first id of sample\[0\] must be 5 .*got 8; 2 of 2 differ"),
@@ -190,7 +190,7 @@ SAMPLE = st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=2, max_
 
 
 @given(st.lists(SAMPLE, min_size=1, max_size=6), st.booleans(), st.integers(1, 8))
-def test_supervised_targets_are_those_of_the_samples_alone(marked, rows, divisor):  # K06
+def test_supervised_targets_are_those_of_the_samples_alone(marked, rows, divisor):
     layout = varlen(divisor)
     if rows:
         layout = Layout("padded", Multiples(1), 8, len(marked), tuple(range(1, 9)))

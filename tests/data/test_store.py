@@ -440,7 +440,7 @@ def test_training_documents_that_are_all_validated_are_told_apart_from_those_of_
         prepare_store(corpus(tmp_path, ["abc"], validation_source=held, deduplicate=True), 5)
 
 
-def test_evaluation_sees_every_sample_once(tmp_path):  # B03
+def test_evaluation_sees_every_sample_once(tmp_path):
     held = lines(tmp_path / "held.jsonl", ["abcdefghijklmnop"[: n % 5 + 2] for n in range(13)])
     store = prepare_store(corpus(tmp_path, validation_source=held), 8)
     for policy, row_lengths in (("rows", ()), ("bucketed", (4, 8)), ("token_budget", ())):
@@ -457,7 +457,7 @@ def test_evaluation_sees_every_sample_once(tmp_path):  # B03
         assert sorted(seen.tolist()) == list(range(13))
 
 
-def test_nothing_takes_the_place_of_what_cleaning_removed(tmp_path):  # B07
+def test_nothing_takes_the_place_of_what_cleaning_removed(tmp_path):
     texts = ["abc", "", "abc", "q", "abcdefghijk", "xyz"]
     store = prepare_store(corpus(tmp_path, texts, min_tokens=3, deduplicate=True, overlong="drop"), 8)
     assert store.train.document_ids.tolist() == [0, 5]
@@ -484,7 +484,7 @@ def test_padding_is_in_no_sample(tmp_path):
     assert store.ledgers["train"].documents_duplicate == 1
 
 
-def test_truncated_tails_make_no_samples(tmp_path):  # K03
+def test_truncated_tails_make_no_samples(tmp_path):
     config = corpus(tmp_path, ["a" * 12, "b" * 10], overlong="truncate")
     store = prepare_store(config, 10)
     assert rows(store.train) == [ids("a" * 10), ids("b" * 10)]
@@ -501,7 +501,7 @@ def test_lengths_before_cutting_are_those_of_kept_and_overlong_documents(tmp_pat
     assert kept == {overlong: [12, 4, 5] for overlong in ("split", "truncate", "drop")}
 
 
-def test_what_is_not_to_be_learnt_is_kept_a_bit_a_token(tmp_path):  # K06
+def test_what_is_not_to_be_learnt_is_kept_a_bit_a_token(tmp_path):
     records = [
         {"input_ids": [5, 6, 7], "labels": [-100, -100, 7]},
         {"input_ids": [8, 9], "labels": [-100, 9]},
@@ -606,7 +606,7 @@ def test_a_damaged_manifest_is_named(tmp_path, damage, message):
         TokenStore.open(store.folder)
 
 
-def test_large_ids_and_end_of_text_inside_a_sample_survive(tmp_path):  # K08, K09
+def test_large_ids_and_end_of_text_inside_a_sample_survive(tmp_path):
     words = Tokenizer(WordLevel({"a": 70_000, "</s>": 4}, unk_token="a"))
     words.pre_tokenizer = Whitespace()
     words.add_special_tokens(["</s>"])

@@ -59,7 +59,7 @@ def test_a_tokenizer_json_neither_cuts_nor_pads(tmp_path):
     assert [ids.tolist() for ids in tokenizer.encode_documents(["a b a", "b", ""])] == [[1, 2, 1, 4], [2, 4], [4]]
 
 
-def test_end_of_text_inside_and_at_the_end_of_a_text_is_real(tmp_path):  # K08, K09
+def test_end_of_text_inside_and_at_the_end_of_a_text_is_real(tmp_path):
     tokenizer = open_tokenizer(word_tokenizer(tmp_path / "tokenizer.json"))
     assert [ids.tolist() for ids in tokenizer.encode_documents(["a</s> b", "a</s> b</s>"])] == [
         [1, 4, 2, 4],

@@ -13,13 +13,13 @@ from ms_varlen.lengths import SeqLens
 COLUMNS = {"input_ids": "T", "labels": "T", "actual_seq_qlen": "G", "key_rows": "??"}
 
 
-def test_largest_size_is_rounded_up_to_the_divisor():  # K18
+def test_largest_size_is_rounded_up_to_the_divisor():
     shapes = TokenShapes.from_config(ShapesConfig(max=13, divisor=16), tokens=13, max_segments=4)
     assert shapes == TokenShapes("range", 16, 16, 16, 4)
 
 
 @pytest.mark.parametrize("kind", ["static", "range"])
-def test_thirteen_tokens_are_sixteen_in_every_column(kind):  # P03
+def test_thirteen_tokens_are_sixteen_in_every_column(kind):
     shapes = TokenShapes(kind, 16, 16, 16, max_segments=4)
     lengths = SeqLens.packed([6, 7], seq_length=16, tokens=shapes.size_for(13))
     assert lengths.position_ids.size == lengths.segment_ids.size == lengths.tokens == 16

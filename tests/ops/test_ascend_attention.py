@@ -73,7 +73,7 @@ def test_ends_that_were_moved_to_the_device_are_refused(ascend_body, monkeypatch
         ((257, 1, 64, "bfloat16", 256, "ascend"), "num_attention_heads must be from 1 to 256, got 257"),
         ((4, 3, 64, "bfloat16", 256, "ascend"), r"num_key_value_heads must divide num_attention_heads \(4\), got 3"),
         ((4, 2, 64, "float32", 256, "ascend"), "dtype of q, k and v must be float16 or bfloat16, got float32"),
-        ((4, 2, 64, "bfloat16", 1025, "ascend"), "max_segments must be at most 1024"),  # B09
+        ((4, 2, 64, "bfloat16", 1025, "ascend"), "max_segments must be at most 1024"),
         ((4, 3, 20, "float32", 1025, "reference"), "2 faults"),
     ],
 )

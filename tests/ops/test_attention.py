@@ -227,7 +227,7 @@ def test_padding_gets_exactly_zero_gradient(split_tails):
 
 
 @pytest.mark.parametrize("name", ["pynative", pytest.param("dynamic", marks=pytest.mark.graph)])
-def test_editing_one_sample_leaves_the_others_bit_equal(name):  # P05
+def test_editing_one_sample_leaves_the_others_bit_equal(name):
     lens = SeqLens.packed([2, 2, 2, 2], seq_length=4)
     assert lens.actual_seq_qlen.tolist() == [2, 4, 6, 8]
     arrays = qkvw(8)
@@ -241,7 +241,7 @@ def test_editing_one_sample_leaves_the_others_bit_equal(name):  # P05
         assert not np.array_equal(a[2:4], b[2:4])
 
 
-def test_two_documents_are_block_diagonal():  # P06
+def test_two_documents_are_block_diagonal():
     # Orthogonal values show each query's weights: token t's value is the t-th unit vector.
     lens = SeqLens.packed([3, 2], seq_length=8)
     q, k, _, w = qkvw(5, size=5)
@@ -255,13 +255,13 @@ def test_two_documents_are_block_diagonal():  # P06
 @pytest.mark.parametrize(
     ("ends", "tokens", "message"),
     [
-        ([900, 944], 946, r"actual_seq_qlen\[-1\] must equal the number of tokens \(946\), got 944"),  # P10
+        ([900, 944], 946, r"actual_seq_qlen\[-1\] must equal the number of tokens \(946\), got 944"),
         ([3, 3, 8], 8, r"actual_seq_qlen\[1\] must be above the end before it \(3\), got 3"),
         ([3, 2, 3], 8, r"actual_seq_qlen\[1\] must be above .* not plain lengths"),
         ([0, 3, 8], 8, r"actual_seq_qlen\[0\] must be above the end before it \(0\), got 0"),
         ([3.0, 8.0], 8, "must be integers on one axis, got float64"),
         ([[3, 8]], 8, r"on one axis, got int64 of shape \(1, 2\)"),
-        (range(1, 1026), 1025, "at most 1024 segments .* got 1025; lower batch.max_segments"),  # B09
+        (range(1, 1026), 1025, "at most 1024 segments .* got 1025; lower batch.max_segments"),
     ],
 )
 def test_wrong_ends_are_refused_on_the_host(ends, tokens, message):

@@ -53,7 +53,7 @@ def test_dense_path_equals_naive_attention_on_real_tokens():
 
 
 @pytest.mark.graph
-def test_a_row_with_nothing_to_attend_to_gives_zero_and_finite_gradients():  # P11
+def test_a_row_with_nothing_to_attend_to_gives_zero_and_finite_gradients():
     arrays = qkvw(15)
     out, *gradients = run_dense(arrays, dense_columns([4, 0], rows=3, row_length=5))
     assert not out[4:].any()

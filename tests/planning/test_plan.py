@@ -29,7 +29,7 @@ def test_budget_is_hard_and_filled_in_order():
     assert groups(token_budget_offsets(lengths, 8, 64), lengths.tolist()) == [[5, 3], [4, 4], [1], [8], [2]]
 
 
-def test_segment_cap_closes_a_micro_batch():  # K17, B09
+def test_segment_cap_closes_a_micro_batch():
     assert token_budget_offsets(np.full(5, 2, np.int32), 100, 2).tolist() == [0, 2, 4, 5]
 
 
@@ -72,7 +72,7 @@ def test_next_pack_after_the_first_holds_the_rest(epoch):
     assert sorted(order) == [0, 1, 2]
 
 
-def test_order_5_5_3_packs_the_last_two_together():  # R02, in the given order
+def test_order_5_5_3_packs_the_last_two_together():  # in the given order
     plan = EpochPlan(np.array([5, 5, 3], np.int32), plan_settings(), epoch=None)
     assert [plan.step_ids(s).tolist() for s in range(plan.num_steps)] == [[0], [1, 2]]
 
@@ -179,7 +179,7 @@ CHANGES = st.sampled_from(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 8), min_size=40, max_size=80), st.lists(CHANGES, min_size=2, max_size=4), st.data())
-def test_changes_within_an_epoch_lose_and_repeat_nothing(lengths, changes, data):  # R03, R05
+def test_changes_within_an_epoch_lose_and_repeat_nothing(lengths, changes, data):
     lengths = np.array(lengths, np.int32)
     trained, saved = [], None
     for change in changes:

@@ -143,12 +143,12 @@ def test_an_error_of_one_rank_is_told_by_all(two):
     assert first["error"] == f"rank 1 stopped, and with it all others: {other['error']}"
 
 
-def test_the_loss_is_the_mean_over_the_tokens_of_all_ranks(two):  # L02
+def test_the_loss_is_the_mean_over_the_tokens_of_all_ranks(two):
     # The moment is a tenth of the gradient: 2.5 on both ranks.
     assert value(two, "token_mean") == [[2.5, True, pytest.approx(0.25)]] * 2
 
 
-def test_a_rank_without_labels_harms_no_other(folder, two):  # L03
+def test_a_rank_without_labels_harms_no_other(folder, two):
     lines = metrics(folder / "silent" / "varlen")
     whole = metrics(folder / "two" / "varlen")
     assert [line.get("skipped", False) for line in lines] == [False] * 3
@@ -204,7 +204,7 @@ def test_a_run_stopped_before_its_first_step_leaves_nothing_and_begins_anew(fold
     assert len(metrics(folder / "early" / "varlen")) == 1
 
 
-def test_an_epoch_that_does_not_divide_has_the_same_steps_on_each_rank(folder, two):  # B06
+def test_an_epoch_that_does_not_divide_has_the_same_steps_on_each_rank(folder, two):
     found = value(two, "ends_unevenly")
     plan = plan_of(
         folder,
@@ -221,12 +221,12 @@ def test_an_epoch_that_does_not_divide_has_the_same_steps_on_each_rank(folder, t
     assert plan.left_over.size > 0
 
 
-def test_nine_samples_on_four_ranks(four):  # B04
+def test_nine_samples_on_four_ranks(four):
     found = value(four, "nine_samples")
     assert [len(rank["lengths"][0]) for rank in found] == [3, 2, 2, 2]
 
 
-def test_twelve_samples_on_four_ranks_go_on_on_two(folder, two):  # R05
+def test_twelve_samples_on_four_ranks_go_on_on_two(folder, two):
     lines = metrics(folder / "twelve" / "padded")
     rows = {"mode": "padded", "batch": {"rows": 1}, "model__variable_seq_lengths": False, "data__eval_fraction": 0.0}
     first = plan_of(folder, "twelve", 4, corpus="twelve", **rows).step_ids(0)

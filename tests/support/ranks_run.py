@@ -168,7 +168,7 @@ def error_on_one_rank(folder, rank):
 
 
 @scenario
-def silent_rank(folder, rank):  # L03: rank 1 has no label in step 1, nobody has one in step 2
+def silent_rank(folder, rank):  # rank 1 has no label in step 1, nobody has one in step 2
     calls = []
 
     def change(original, batches, ids):
@@ -260,7 +260,7 @@ def stopped_before_the_first_step(folder, rank):
 
 
 @scenario
-def token_mean(folder, rank):  # L02: 4 over 1 token and 6 over 3 is 2.5
+def token_mean(folder, rank):  # 4 over 1 token and 6 over 3 is 2.5
     import mindspore as ms
     from mindspore import Parameter, ParameterTuple, Tensor
 
@@ -277,7 +277,7 @@ def token_mean(folder, rank):  # L02: 4 over 1 token and 6 over 3 is 2.5
 
 
 @scenario
-def ends_unevenly(folder, rank):  # B06
+def ends_unevenly(folder, rank):
     recipe = values(
         folder, "uneven", corpus="uneven", batch={"token_budget": 32}, shapes={"kind": "static", "divisor": 16}
     )
@@ -290,7 +290,7 @@ def ends_unevenly(folder, rank):  # B06
 
 
 @scenario
-def nine_samples(folder, rank):  # B04
+def nine_samples(folder, rank):
     recipe = values(folder, "nine", corpus="nine", train__steps=1)
     recipe["data"]["eval_fraction"] = 0.0
     return train(recipe)
@@ -304,7 +304,7 @@ def twelve(folder, steps):
 
 
 @scenario
-def twelve_on_four(folder, rank):  # R05
+def twelve_on_four(folder, rank):
     return train(twelve(folder, 1))
 
 

@@ -141,7 +141,7 @@ def planned(tiny, overrides, remaining=None):
     return EpochPlan(plans.lengths, plans.settings, 0, remaining)
 
 
-def test_changed_batch_plans_the_rest_of_the_epoch_anew(tiny, tmp_path, monkeypatch):  # R03
+def test_changed_batch_plans_the_rest_of_the_epoch_anew(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tiny.cache))
     old = ["graph.mode=pynative", "train.eval_every=null"]
     new = [*old, "batch.token_budget=128", "batch.micro_batches=2", "batch.max_segments=9", "shapes.kind=static"]

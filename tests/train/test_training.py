@@ -87,7 +87,7 @@ def gradient_of(graphs, *micro_batches):
     return loss, supervised, graphs.gradients()
 
 
-def test_a_step_is_the_same_however_it_is_split_into_micro_batches(graphs, workload):  # L01, L05
+def test_a_step_is_the_same_however_it_is_split_into_micro_batches(graphs, workload):
     whole = gradient_of(graphs, columns_of(graphs, workload, [0, 1, 2, 4]))
     parts = gradient_of(graphs, columns_of(graphs, workload, [0]), columns_of(graphs, workload, [1, 2, 4]))
     assert whole[1] == parts[1] == 3 + 17 + 5 + 9
@@ -96,7 +96,7 @@ def test_a_step_is_the_same_however_it_is_split_into_micro_batches(graphs, workl
         np.testing.assert_allclose(parts[2][name], gradient, atol=1e-5 * np.abs(gradient).max(), err_msg=name)
 
 
-def test_two_micro_batches_of_uneven_counts_give_the_token_mean():  # L01: 4 over 1 and 6 over 3 is 2.5, not 3.0
+def test_two_micro_batches_of_uneven_counts_give_the_token_mean():  # 4 over 1 and 6 over 3 is 2.5, not 3.0
     batches = []
     for supervised in (1, 3):
         labels = np.full(8, IGNORE_INDEX, np.int32)
@@ -115,7 +115,7 @@ def test_two_micro_batches_of_uneven_counts_give_the_token_mean():  # L01: 4 ove
     }
 
 
-def test_the_gradient_is_divided_by_the_tokens_of_the_whole_step():  # L01
+def test_the_gradient_is_divided_by_the_tokens_of_the_whole_step():
     weight = Parameter(Tensor(np.zeros(1, np.float32)), name="w")
     accumulated = Parameter(Tensor(np.array([4.0 + 6.0], np.float32)), name="accumulated.w")
     config = TrainConfig(steps=1, learning_rate=1.0, clip_grad_norm=None)
@@ -125,7 +125,7 @@ def test_the_gradient_is_divided_by_the_tokens_of_the_whole_step():  # L01
     assert accumulated.asnumpy().tolist() == [0.0]
 
 
-def test_a_micro_batch_without_supervised_tokens_harms_no_other(graphs, workload):  # L03
+def test_a_micro_batch_without_supervised_tokens_harms_no_other(graphs, workload):
     columns = columns_of(graphs, workload, [0, 1])
     silent = {**columns, "labels": np.full_like(columns["labels"], IGNORE_INDEX)}
     alone, both = gradient_of(graphs, columns), gradient_of(graphs, silent, columns)
@@ -137,7 +137,7 @@ def test_a_micro_batch_without_supervised_tokens_harms_no_other(graphs, workload
     assert all((gradient == 0).all() for gradient in nothing[2].values())
 
 
-def test_a_sample_scores_the_same_alone_and_padded(graphs, workload):  # L04
+def test_a_sample_scores_the_same_alone_and_padded(graphs, workload):
     tokens = np.array([97, 98, 99], np.int32)
     losses = []
     for tail in (0, 2, 13):
