@@ -17,8 +17,8 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ms_varlen.checkpoint.resume import dotted
 from ms_varlen.errors import VarlenError
+from ms_varlen.key_roles import dotted
 
 people = Console(stderr=True)
 

@@ -163,6 +163,11 @@ def _text(details: ErrorDetails, field: dict[str, Any], root: dict[str, Any], in
     return f"{allowed}, got {shown(details['input'])}; change it{means}"
 
 
+def allowed_values(path: str, schema: dict[str, Any]) -> str:
+    """Return what the key at a YAML path may hold, in words; `schema` is the JSON schema of a recipe."""
+    return _allowed(_field_schema(schema, path), schema)
+
+
 def _field_schema(root: dict[str, Any], path: str) -> dict[str, Any]:
     schema = root
     for name in path.split(".") if path else ():

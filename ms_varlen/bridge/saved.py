@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ms_varlen.checkpoint.same_data import check_data
+from ms_varlen.checkpoint.resume import check_data
 from ms_varlen.errors import CheckpointError
 from ms_varlen.planning.plan import EpochPlans, PlanSettings, PlanState
 

@@ -1,17 +1,20 @@
-"""Whether a recipe may go on from a checkpoint. Imports no MindSpore.
+"""The rules for resuming: whether a recipe may continue from a checkpoint.
 
-It must be the one in `recipe.yaml` beside the checkpoint, but for `MAY_CHANGE` and for what decides the plan
-(`is_planned`): then the rest of the epoch is planned anew. The data must be the same (`same_data`).
+The recipe must equal the `recipe.yaml` next to the checkpoint, except for keys that decide nothing or only the plan
+(see `ms_varlen.key_roles`). If a key of the plan changed, the rest of the epoch is planned again.
+
+The data must be the same. A plan numbers samples by their lengths alone, so other texts, another loss mask or another
+tokenizer of equal lengths would train without an error. The fingerprint of the token store tells them apart: it hashes
+everything that decides the content, and no folder or path.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ms_varlen.checkpoint.same_data import check_data
 from ms_varlen.checkpoint.store import (
     Checkpoint,
     CorruptCheckpointError,
@@ -22,42 +25,15 @@ from ms_varlen.checkpoint.store import (
     step_of,
 )
 from ms_varlen.errors import CheckpointError
+from ms_varlen.key_roles import dotted, key_role
 
 RECIPE_FILE = "recipe.yaml"
 
-MAY_CHANGE = frozenset(
-    {
-        "train.steps",
-        "train.eval_every",
-        "train.max_bad_steps",
-        "checkpoint.output_dir",  # says where the run lies; it is there
-        "data.workers",
-        "data.store_dir",  # says where the samples lie; see `_BY_CONTENT`
-        "checkpoint.every",
-        "checkpoint.keep",
-        "checkpoint.on_save_error",
-        "checkpoint.resume",
-        "graph.compile_cache",
-        "graph.max_graphs",
-        "device.max_memory",
-        "device.hccl_connect_seconds",
-        "device.hccl_exec_seconds",
-        "device.profile_steps",
-    }
-)
-"""Recipe keys that may differ between a run and its continuation, to no effect on what is left to do."""
+DATA_FINGERPRINT = "data_fingerprint"
+"""The manifest's key for the fingerprint of the token store."""
 
-_BY_CONTENT = frozenset({"data.source", "data.validation_source", "data.tokenizer"})
-"""Keys that may name another place of the same content: `check_data` compares that."""
-
-_PLANNED_SECTIONS = ("batch.", "shapes.")
-_PLANNED_KEYS = frozenset({"mode", "model.variable_seq_lengths"})  # the checkpoint's manifest decides on the mode
-
-
-def is_planned(key: str) -> bool:
-    """Whether a recipe key may differ because the rest of the epoch is planned anew for it."""
-    return key in _PLANNED_KEYS or key.startswith(_PLANNED_SECTIONS)
-
+SHOWN = 12
+"""Characters of a fingerprint that a message shows."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 Expected = tuple[Shapes | None, str | None]
@@ -130,28 +106,47 @@ def _check_recipe(path: Path, recipe: Mapping[str, Any]) -> list[str]:
 
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Dotted keys outside `MAY_CHANGE` and `_BY_CONTENT` that differ between two recipes, each as "key: was 1, is 2".
+    """Return the dotted keys that differ between two recipes and matter, each as "key: was 1, is 2".
 
     Returns:
-        those that a continuation must not change, and those for which the rest of the epoch is planned anew.
+        keys that must not change, and keys for which the rest of the epoch is planned again.
     """
     before, after = dict(dotted(old)), dict(dotted(new))
 
-    def say(values: dict[str, Any], key: str) -> str:
+    def shown(values: dict[str, Any], key: str) -> str:
         return json.dumps(values[key]) if key in values else "not set"
 
     refused: list[str] = []
     replanned: list[str] = []
-    for key in sorted((before.keys() | after.keys()) - MAY_CHANGE - _BY_CONTENT):
+    for key in sorted(before.keys() | after.keys()):
+        role = key_role(key)
+        if role.may_change or role.by_content:
+            continue
         if key not in before or key not in after or before[key] != after[key]:
-            (replanned if is_planned(key) else refused).append(f"{key}: was {say(before, key)}, is {say(after, key)}")
+            changed = f"{key}: was {shown(before, key)}, is {shown(after, key)}"
+            (replanned if role.replans else refused).append(changed)
     return refused, replanned
 
 
-def dotted(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested values one by one, each under its dotted path."""
-    for key, entry in value.items():
-        if isinstance(entry, Mapping) and entry:
-            yield from dotted(entry, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", entry
+def check_data(path: Path, written: Mapping[str, Any], fingerprint: str, advice: str | None = None) -> None:
+    """Refuse to go on with other data than what was trained on so far.
+
+    Args:
+        path: of the checkpoint or the file that says what it was.
+        written: what was written down about it.
+        fingerprint: of the token store in use.
+        advice: what to do instead of bringing the data back; by default for one of our checkpoints.
+    Raises:
+        CheckpointError: another token store, or nothing tells which it was.
+    """
+    found = written.get(DATA_FINGERPRINT)
+    if found == fingerprint:
+        return
+    was = f"token store {found[:SHOWN]}" if isinstance(found, str) else "a token store that it does not name"
+    advice = advice or f"begin anew from its weights with checkpoint.resume=never and model.init_from={path}"
+    raise CheckpointError(
+        f"data.source and data.tokenizer must give the samples of {path} ({was}), got token store "
+        f"{fingerprint[:SHOWN]}: texts, loss masks or the tokenizer changed, so its place in the epoch means other "
+        f"samples; bring the data back as it was, or {advice}",
+        "CKPT-RECIPE",
+    )

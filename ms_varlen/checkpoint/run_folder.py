@@ -11,8 +11,8 @@
   folder is one of this `output_dir` and mode; else in a new numbered folder that begins with it (hard links, or copies
   on another disk) and with the metrics up to its step. So newer checkpoints and other folders stay as they are.
 
-To go on, data and recipe must be those of the checkpoint (`same_data`, `same_recipe`). One process at a time writes a
-run folder: an flock on its `.lock`, which the system releases when the process ends, however it ends (a
+`ms_varlen.checkpoint.resume` decides whether a run may resume. One process at a time writes a run folder: an flock
+on its `.lock`, which the system releases when the process ends, however it ends (a
 child that was forked without exec shares it). With several ranks, one of them opens the run and the others follow.
 """
 

@@ -50,25 +50,42 @@ class DecoderConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    architecture: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
-    hidden_size: int = Field(gt=0)
-    num_hidden_layers: int = Field(default=4, gt=0)
-    num_attention_heads: int = _derived("default: hidden_size // 64", gt=0)
-    num_key_value_heads: int = _derived("default: num_attention_heads", gt=0)
-    head_dim: int = _derived("default: hidden_size / num_attention_heads", gt=0)
-    intermediate_size: int = _derived("default: 8/3 of hidden_size, rounded up to a multiple of 16", gt=0)
-    vocab_size: int | None = Field(default=None, gt=0, description="default: what the tokenizer has")
-    rms_norm_eps: float = Field(default=1e-6, gt=0)
-    rope_theta: float = Field(default=10000.0, gt=0)
-    tie_word_embeddings: bool = False
+    architecture: Literal["llama", "mistral", "qwen2", "qwen3"] = Field(
+        default="llama", description="family of the net; the defaults of the other keys follow from it"
+    )
+    hidden_size: int = Field(gt=0, description="width of the residual stream")
+    num_hidden_layers: int = Field(default=4, gt=0, description="layers")
+    num_attention_heads: int = _derived("query heads; default: hidden_size // 64", gt=0)
+    num_key_value_heads: int = _derived(
+        "key and value heads, a divisor of num_attention_heads; default: num_attention_heads", gt=0
+    )
+    head_dim: int = _derived(
+        "size of a head, even; on Ascend a multiple of 16, at most 512; default: hidden_size / num_attention_heads",
+        gt=0,
+    )
+    intermediate_size: int = _derived(
+        "width inside the SwiGLU block; default: 8/3 of hidden_size, rounded up to a multiple of 16", gt=0
+    )
+    vocab_size: int | None = Field(
+        default=None,
+        gt=0,
+        description="rows of the embedding, at least as many as the tokenizer has; null: as many",
+    )
+    rms_norm_eps: float = Field(default=1e-6, gt=0, description="term against division by zero in RMSNorm")
+    rope_theta: float = Field(default=10000.0, gt=0, description="base of the rotary embedding")
+    tie_word_embeddings: bool = Field(default=False, description="the output layer shares the embedding")
     attention_bias: bool = _derived("biases of q, k and v, and of o except in qwen2; default: qwen2 only")
-    mlp_bias: bool = False
+    mlp_bias: bool = Field(default=False, description="biases in the SwiGLU block")
     qk_norm: bool = _derived("RMS norm of each query and key head; default: qwen3 only")
     initializer_range: float = Field(default=0.02, ge=0, description="standard deviation of the initial weights")
-    rope_scaling: RopeScaling | None = None
-    max_position_embeddings: int | None = Field(default=None, gt=0, description="positions a pretrained model has")
+    rope_scaling: RopeScaling | None = Field(
+        default=None, description="rope_type linear or llama3, and its factors; null: no scaling"
+    )
+    max_position_embeddings: int | None = Field(
+        default=None, gt=0, description="a pretrained model's own limit of positions, which seq_length may not exceed"
+    )
     sliding_window: int | None = Field(
-        default=None, gt=0, description="tokens that a pretrained model's attention sees"
+        default=None, gt=0, description="a pretrained model's own attention window: seq_length may not exceed it"
     )
 
     @field_validator(*_DEFAULTS, mode="before")
@@ -162,10 +179,12 @@ class ModelConfig(BaseModel):
         description="weights to begin with: a folder of safetensors files with Hugging Face names, or a checkpoint "
         "folder step_NNNNNNNN of any mode; null: random ones",
     )
-    variable_seq_lengths: bool = Field(description="attention follows the carried lengths")
+    variable_seq_lengths: bool = Field(
+        description="attention follows the carried lengths: false in a padded recipe, true in the others"
+    )
     seq_length: int = Field(gt=0, description="the longest sequence, in tokens")
-    max_position_embeddings: int = Field(gt=0, description="positions the model has, in tokens")
-    attention_dropout: float = Field(default=0.0, ge=0)
+    max_position_embeddings: int = Field(gt=0, description="positions of the model, in tokens; must equal seq_length")
+    attention_dropout: float = Field(default=0.0, ge=0, description="only 0.0 is accepted")
     recompute: bool = Field(default=False, description="compute each layer again in the backward pass to save memory")
 
     @field_validator("attention_dropout")

@@ -25,17 +25,6 @@ from ms_varlen.ranks.join import Ranks
 
 logger = logging.getLogger("ms_varlen")
 
-MAY_DIFFER = frozenset(
-    {
-        "recipe.data.source",
-        "recipe.data.validation_source",
-        "recipe.data.store_dir",
-        "recipe.data.workers",
-        "recipe.graph.compile_cache",
-    }
-)
-"""What ranks may disagree on: where a node keeps its files. That they hold the same is compared apart."""
-
 TOKEN_BYTES = 16
 _LENGTH = struct.Struct("<q")
 
@@ -154,7 +143,7 @@ class Exchange:
         """Refuse to train with ranks that would train something else.
 
         Args:
-            identity: nested JSON values that must be the same on all ranks, apart from `MAY_DIFFER`.
+            identity: nested JSON values that must be the same on all ranks.
         Raises:
             RanksError: a rank differs; names the rank and the keys, and is the same on every rank.
         """
@@ -251,7 +240,7 @@ def _differences(first: dict[str, Any], other: dict[str, Any], prefix: str = "")
     found = []
     for key in sorted(first.keys() | other.keys()):
         name, here, there = prefix + key, first.get(key), other.get(key)
-        if here == there or name in MAY_DIFFER:
+        if here == there:
             continue
         if isinstance(here, dict) and isinstance(there, dict):
             found += _differences(here, there, f"{name}.")

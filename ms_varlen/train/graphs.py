@@ -25,6 +25,7 @@ from ms_varlen.graph.compile_watch import CompileWatch
 from ms_varlen.graph.config import GraphConfig
 from ms_varlen.graph.declare import declared_inputs
 from ms_varlen.graph.shapes import TokenShapes
+from ms_varlen.key_roles import Decides, dotted, key_role
 from ms_varlen.lengths import SeqLens
 from ms_varlen.models.decoder import Attend, CausalLM, CausalLMLoss
 from ms_varlen.ops.attention import attention_columns, check_attention_limits, declared_columns, varlen_attention
@@ -170,20 +171,13 @@ class TrainingGraphs:
             self._watch.check(workload.eval_shapes.describe())
 
     def parts(self) -> dict[str, Any]:
-        """What the graphs are made of; data, schedule and folders are not among it."""
-        resolved = self._workload.recipe.resolved()
-        train = {key: resolved["train"][key] for key in ("clip_grad_norm", "weight_decay", "beta1", "beta2", "eps")}
+        """Return everything that decides the graphs, as JSON values; data, schedule and folders do not."""
+        recipe = dotted(self._workload.recipe.resolved())
         return {
+            "recipe": {key: value for key, value in recipe if Decides.GRAPH in key_role(key).decides},
             "layout": dataclasses.asdict(self._workload.layout),
             "shapes": dataclasses.asdict(self._workload.shapes),
-            "model": {
-                **resolved["model"],
-                "config": self._workload.model_config.model_dump(mode="json"),
-                "init_from": None,
-            },
-            "train": train,
-            "jit_level": resolved["graph"]["jit_level"],
-            "device": resolved["device"],
+            "model_config": self._workload.model_config.model_dump(mode="json"),  # with the vocabulary
             "attention": self.attention.name,
             "roles": list(self._roles),
         }

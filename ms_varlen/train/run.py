@@ -19,6 +19,7 @@ import ms_varlen
 from ms_varlen.checkpoint.run_folder import Run, follow_run, open_run
 from ms_varlen.checkpoint.store import write_atomically
 from ms_varlen.data.store.store import Progress
+from ms_varlen.key_roles import dotted, key_role
 from ms_varlen.ranks.collectives import gather_words
 from ms_varlen.ranks.exchange import Exchange, connect
 from ms_varlen.ranks.join import join_ranks
@@ -79,10 +80,10 @@ def train(
 
 
 def _identity(workload: Workload) -> dict[str, Any]:
-    """What must be the same on all ranks, before anything else is done together."""
-    store = workload.store
+    """Return everything that must be the same on all ranks, before they do anything else together."""
+    store, recipe = workload.store, dotted(workload.recipe.resolved())
     return {
-        "recipe": workload.recipe.resolved(),
+        "recipe": {key: value for key, value in recipe if not key_role(key).may_differ},
         "corpus": {
             "samples": len(store.train),
             "tokens": store.train.total_tokens,

@@ -110,7 +110,7 @@ def test_a_meeting_survives_the_words_of_an_all_gather():
 def test_differences_name_rank_and_keys():
     def work(exchange):
         odd = exchange.ranks.rank == 2
-        exchange.agree({"recipe": {"train": {"seed": odd + 0}, "data": {"source": str(odd)}}, "plan": "a"})
+        exchange.agree({"recipe": {"train": {"seed": odd + 0}}, "plan": "a"})
 
     found = on_ranks(3, work)
     assert {str(error) for error in found} == {

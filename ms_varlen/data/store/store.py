@@ -31,10 +31,9 @@ from ms_varlen.data.store.files import (
 from ms_varlen.data.tokens.cleaning import Ledger, Rules
 from ms_varlen.data.tokens.tokenizers import tokenizer_fingerprint
 from ms_varlen.errors import DataError
+from ms_varlen.key_roles import Decides, key_role
 
 MEMORY = "file_memory.json"
-NOT_IDENTITY = {"source", "validation_source", "tokenizer", "store_dir", "workers"}
-"""Keys of the `data` section that decide no sample by themselves: content does, in the fingerprints."""
 
 
 class SampleTable:
@@ -268,7 +267,7 @@ def _rules(config: DataConfig, seq_length: int) -> Rules:
 
 def _identity(config: DataConfig, seq_length: int, sources: dict[str, Source], memory: FileMemory) -> dict[str, Any]:
     """All that decides the content of a store, as JSON values."""
-    settings = config.model_dump(mode="json", exclude=NOT_IDENTITY)
+    settings = {key: value for key, value in config.model_dump(mode="json").items() if _decides_samples(key)}
     if config.validation_source is not None:
         settings["eval_fraction"] = 0.0
     return {
@@ -278,6 +277,12 @@ def _identity(config: DataConfig, seq_length: int, sources: dict[str, Source], m
         "tokenizer": tokenizer_fingerprint(config.tokenizer),
         "sources": {split: source_fingerprint(source, memory) for split, source in sources.items()},
     }
+
+
+def _decides_samples(key: str) -> bool:
+    """Whether a key of the `data` section decides samples by its value, not by the content that it names."""
+    role = key_role(f"data.{key}")
+    return Decides.DATA in role.decides and not role.by_content
 
 
 def _state(store: TokenStore) -> str:

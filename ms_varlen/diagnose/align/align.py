@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ms_varlen.checkpoint.same_data import check_data
+from ms_varlen.checkpoint.resume import check_data
 from ms_varlen.checkpoint.store import load_checkpoint, read_manifest
 from ms_varlen.data.store.store import Progress
 from ms_varlen.diagnose.align.bisection import bisect

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ms_varlen.checkpoint.resume import MAY_CHANGE, dotted
 from ms_varlen.checkpoint.store import write_atomically
+from ms_varlen.key_roles import dotted, key_role
 from ms_varlen.recipe.recipe import Recipe
 
 ALIGN_FILE = "align.json"
@@ -15,7 +15,7 @@ ALIGN_FILE = "align.json"
 
 def recipe_hash(recipe: Recipe) -> str:
     """SHA-256 of all keys of a recipe that decide its numbers; folders, saving and the number of steps do not."""
-    deciding = {key: value for key, value in dotted(recipe.resolved()) if key not in MAY_CHANGE}
+    deciding = {key: value for key, value in dotted(recipe.resolved()) if not key_role(key).may_change}
     return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()
 
 

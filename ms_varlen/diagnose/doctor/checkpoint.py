@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ms_varlen.checkpoint.resume import load_to_go_on
+from ms_varlen.checkpoint.resume import DATA_FINGERPRINT, load_to_go_on
 from ms_varlen.checkpoint.run_folder import run_folders
-from ms_varlen.checkpoint.same_data import DATA_FINGERPRINT
 from ms_varlen.checkpoint.store import list_checkpoints, step_of
 from ms_varlen.diagnose.doctor.findings import GREEN, RED, YELLOW, Check
 from ms_varlen.errors import VarlenError

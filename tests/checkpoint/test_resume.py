@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from ms_varlen.checkpoint.same_data import check_data
+from ms_varlen.checkpoint.resume import check_data
 from ms_varlen.diagnose.align.alignment import recipe_hash
 from ms_varlen.errors import CheckpointError
 from ms_varlen.recipe.recipe import parse_recipe
