@@ -7,7 +7,6 @@ import numpy as np
 
 from ckpt_tools.weights import Weights
 from ms_varlen.batches.dataset import MicroBatches
-from ms_varlen.batches.layout import IGNORE_INDEX
 from ms_varlen.modes import Mode
 from ms_varlen.planning.plan import EpochPlan
 from ms_varlen.train.device import set_up_device
@@ -49,7 +48,7 @@ class LossOfMode:
             plan = EpochPlan(self._workload.store.train.lengths, settings, None, ids)
             loss_sum, supervised = 0.0, 0
             for step in range(plan.num_steps):
-                columns = self._batches.columns(plan.micro_batch(step, 0))
-                loss_sum += float(self._graphs.evaluate(columns).asnumpy())
-                supervised += int((columns["labels"] != IGNORE_INDEX).sum())
+                micro_batch = self._batches.micro_batch(plan.micro_batch(step, 0))
+                loss_sum += float(self._graphs.evaluate(micro_batch).asnumpy())
+                supervised += micro_batch.supervised
             yield loss_sum / max(supervised, 1)

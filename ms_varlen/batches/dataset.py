@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 from mindspore.dataset import GeneratorDataset
 
-from ms_varlen.batches.layout import COLUMNS, Layout, check_micro_batch, lay_out
+from ms_varlen.batches.check import check_micro_batch
+from ms_varlen.batches.layout import Layout, lay_out
+from ms_varlen.batches.micro_batch import COLUMNS, Columns, MicroBatch
 from ms_varlen.batches.samples import Samples
 from ms_varlen.errors import VarlenError
 from ms_varlen.lengths import SeqLens
-
-Columns = dict[str, np.ndarray]
 
 
 class MicroBatches:
@@ -40,13 +40,13 @@ class MicroBatches:
         self._pad_id = pad_id
         self._attention_columns = attention_columns
 
-    def columns(self, ids: np.ndarray) -> Columns:
+    def micro_batch(self, ids: np.ndarray) -> MicroBatch:
         """One micro-batch.
 
         Args:
             ids: [B] sample ids, in their order on the token axis.
         Returns:
-            the columns `COLUMNS` and the attention body's, int32 (host).
+            its columns are `COLUMNS` and those of the attention body.
         Raises:
             LengthsError: the micro-batch does not match the store.
         """
@@ -58,7 +58,7 @@ class MicroBatches:
         columns = lay_out(lens, tokens, self._pad_id, self._table.gather_supervised(ids))
         whole_rows = not self._layout.mode.follows_lengths
         check_micro_batch(columns, lens.starts, lengths, edges, self._layout.seq_length, whole_rows)
-        return {**columns, **self._attention_columns(lens)}
+        return MicroBatch({**columns, **self._attention_columns(lens)})
 
     def column_names(self) -> list[str]:
         """Names of all columns, in the order in which an item holds them."""
@@ -83,7 +83,7 @@ class MicroBatchLoader:
         def items() -> Iterator[tuple[np.ndarray, ...]]:
             try:
                 for ids in schedule():
-                    columns = batches.columns(ids)
+                    columns = batches.micro_batch(ids)
                     yield tuple(columns[name] for name in names)
             except VarlenError as error:
                 self._failure = error
@@ -93,14 +93,14 @@ class MicroBatchLoader:
             items, names, shuffle=False, num_parallel_workers=1, python_multiprocessing=False
         )
 
-    def __iter__(self) -> Iterator[Columns]:
+    def __iter__(self) -> Iterator[MicroBatch]:
         """Micro-batches until the schedule ends.
 
         Raises:
             VarlenError: whatever preparing a micro-batch raised, without MindSpore's traceback around it.
         """
         try:
-            yield from self.dataset.create_dict_iterator(num_epochs=1, output_numpy=True)
+            yield from map(MicroBatch, self.dataset.create_dict_iterator(num_epochs=1, output_numpy=True))
         except RuntimeError as error:
             if self._failure is not None:
                 raise self._failure from error

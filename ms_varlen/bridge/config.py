@@ -10,6 +10,7 @@ from ms_varlen.data.store.files import MANIFEST
 from ms_varlen.data.store.store import TokenStore
 from ms_varlen.errors import DataError, RecipeError
 from ms_varlen.faults import shown
+from ms_varlen.limits import MAX_SEGMENTS
 from ms_varlen.modes import Mode
 from ms_varlen.recipe.recipe import Recipe, parse_recipe
 
@@ -91,7 +92,9 @@ class LoaderConfig(BaseModel):
         {"hidden_size": 4096}, description="the model.config of one of our recipes; ranks are balanced by its work"
     )
     create_compressed_eod_mask: bool = Field(False, description="MindFormers' switch of the TND route")
-    compressed_eod_mask_length: int = Field(128, ge=1, le=1024, description="entries of actual_seq_len in a row")
+    compressed_eod_mask_length: int = Field(
+        128, ge=1, le=MAX_SEGMENTS, description="entries of actual_seq_len in a row"
+    )
 
     @property
     def packed(self) -> bool:
@@ -115,7 +118,7 @@ class LoaderConfig(BaseModel):
                 "max_segments": self.compressed_eod_mask_length,
             }
         else:
-            batch = {"rows": batch_size, "pad_to": self.pad_to, "window": self.window, "max_segments": 1024}
+            batch = {"rows": batch_size, "pad_to": self.pad_to, "window": self.window, "max_segments": MAX_SEGMENTS}
         longest = self.seq_length if not packed else longest_sample
         sections = {
             "mode": self.mode,

@@ -21,10 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from ms_varlen.batches.dataset import Columns, MicroBatches
-from ms_varlen.batches.layout import IGNORE_INDEX
+from ms_varlen.batches.dataset import MicroBatches
+from ms_varlen.batches.micro_batch import Columns, MicroBatch
 from ms_varlen.bridge.config import LoaderConfig, check_columns, dynamic_length, read_loader_config
 from ms_varlen.errors import LengthsError
+from ms_varlen.limits import IGNORE_INDEX
 from ms_varlen.planning.balance import imbalance
 from ms_varlen.planning.cost import CostModel
 from ms_varlen.planning.plan import EpochPlan, PlanState
@@ -32,7 +33,7 @@ from ms_varlen.workload.summary import micro_batch_flops
 from ms_varlen.workload.workload import Workload, prepare, prepare_on
 
 
-def packed_row(columns: Columns, entries: int) -> Columns:
+def packed_row(columns: MicroBatch, entries: int) -> Columns:
     """A micro-batch of ours as one row of MindFormers' TND route.
 
     Args:
@@ -54,7 +55,7 @@ def packed_row(columns: Columns, entries: int) -> Columns:
     return {**_token_columns(columns), "actual_seq_len": filled}
 
 
-def padded_row(columns: Columns, row: int, rows: int, cut: bool) -> Columns:
+def padded_row(columns: MicroBatch, row: int, rows: int, cut: bool) -> Columns:
     """One row of a padded micro-batch of ours.
 
     Args:
@@ -72,7 +73,7 @@ def padded_row(columns: Columns, row: int, rows: int, cut: bool) -> Columns:
     return {name: values[part] for name, values in _token_columns(columns).items()}
 
 
-def _token_columns(columns: Columns) -> Columns:
+def _token_columns(columns: MicroBatch) -> Columns:
     labels = columns["labels"]
     return {
         "input_ids": columns["input_ids"],
@@ -104,7 +105,7 @@ class Feed:
         self._batches = MicroBatches(store.train, workload.layout, store.pad_id, lambda lens: {})
         self._epoch_starts, self._lock = [0], threading.Lock()
         self._cost = CostModel.of_decoder(workload.model_config)
-        self._newest: tuple[int, Columns] | None = None
+        self._newest: tuple[int, MicroBatch] | None = None
         self.steps = config.steps or workload.plans.epoch(0).num_steps
 
     def __len__(self) -> int:
@@ -124,10 +125,10 @@ class Feed:
         step, row = divmod(index, self.batch_size)
         state, plan = self._plan(step)
         if self.config.packed:
-            columns = self._batches.columns(plan.micro_batch(state.step, row, self.rank))
+            columns = self._batches.micro_batch(plan.micro_batch(state.step, row, self.rank))
             return packed_row(columns, self.config.compressed_eod_mask_length)
         if self._newest is None or self._newest[0] != step:
-            self._newest = (step, self._batches.columns(plan.micro_batch(state.step, 0, self.rank)))
+            self._newest = (step, self._batches.micro_batch(plan.micro_batch(state.step, 0, self.rank)))
         return padded_row(self._newest[1], row, self.batch_size, cut=self.config.pad_to == "batch")
 
     def _plan(self, step: int) -> tuple[PlanState, EpochPlan]:

@@ -5,9 +5,7 @@ from typing import Any
 
 from ms_varlen.bridge.config import LOADER, LoaderConfig
 from ms_varlen.bridge.yaml_types import section
-
-MAX_ENDS = 1024
-"""Segments that FlashAttentionScore documents for TND; a micro-batch of B rows brings B times the entries of a row."""
+from ms_varlen.limits import MAX_SEGMENTS
 
 SEMI_AUTO = (1, 2, "semi_auto_parallel", "auto_parallel")
 """Values of `parallel.parallel_mode` under which MindFormers accumulates gradients."""
@@ -118,9 +116,9 @@ def parallel_faults(settings: LoaderConfig, config: Mapping[str, Any], columns: 
             "restart in the second half; set it to 1"
         )
     entries = (runner.get("batch_size") or 1) * settings.compressed_eod_mask_length
-    if entries > MAX_ENDS:
+    if entries > MAX_SEGMENTS:
         faults.append(
-            f"runner_config.batch_size: batch_size * compressed_eod_mask_length must be <= {MAX_ENDS} "
+            f"runner_config.batch_size: batch_size * compressed_eod_mask_length must be <= {MAX_SEGMENTS} "
             f"(FlashAttentionScore), got {entries}; set batch_size: 1 and a larger seq_length"
         )
     return faults

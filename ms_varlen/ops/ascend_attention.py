@@ -15,7 +15,6 @@ from mindspore.ops.primitive import constexpr
 
 from ms_varlen.errors import RecipeError
 
-MAX_SEGMENTS = 1024
 MAX_HEADS = 256
 MAX_HEAD_DIM = 512
 HEAD_DIM_MULTIPLE = 16

@@ -12,12 +12,13 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
-from ms_varlen.batches.layout import COLUMNS
+from ms_varlen.batches.micro_batch import COLUMNS
 from ms_varlen.errors import LengthsError, RecipeError
 from ms_varlen.graph.declare import declared_inputs
 from ms_varlen.graph.shapes import TokenShapes
 from ms_varlen.lengths import SeqLens, check_ends
-from ms_varlen.ops.ascend_attention import MAX_SEGMENTS, ascend_attention, ascend_faults
+from ms_varlen.limits import MAX_SEGMENTS
+from ms_varlen.ops.ascend_attention import ascend_attention, ascend_faults
 from ms_varlen.ops.body import body_in_use
 from ms_varlen.ops.kernels import kernel_varlen_attention
 from ms_varlen.ops.reference_attention import declared_pair_columns, pair_columns, reference_attention

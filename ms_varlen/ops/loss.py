@@ -3,10 +3,9 @@
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
+from ms_varlen.limits import IGNORE_INDEX
 from ms_varlen.ops.body import body_in_use
 from ms_varlen.ops.kernels import kernel_linear_cross_entropy
-
-IGNORED_LABEL = -100
 
 _logits = ops.MatMul(transpose_b=True)  # [T, H], [V, H] -> [T, V]
 _weight_gradient = ops.MatMul(transpose_a=True)  # [T, V], [T, H] -> [V, H]
@@ -22,13 +21,13 @@ class _LinearCrossEntropy(nn.Cell):
 
     def construct(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         log_probs = ops.log_softmax(ops.cast(_logits(hidden, weight), ms.float32), -1)
-        return ops.nll_loss(log_probs, labels, reduction="sum", ignore_index=IGNORED_LABEL), log_probs
+        return ops.nll_loss(log_probs, labels, reduction="sum", ignore_index=IGNORE_INDEX), log_probs
 
     def bprop(self, hidden: Tensor, weight: Tensor, labels: Tensor, out: tuple, dout: tuple) -> tuple:
         one, zero = Tensor(1.0, ms.float32), Tensor(0.0, ms.float32)
         targets = ops.one_hot(labels, weight.shape[0], one, zero)
         dlogits = ops.cast(ops.exp(out[1]) - targets, hidden.dtype)
-        supervised = ops.cast(labels != IGNORED_LABEL, ms.float32) * dout[0]
+        supervised = ops.cast(labels != IGNORE_INDEX, ms.float32) * dout[0]
         per_token = ops.expand_dims(ops.cast(supervised, hidden.dtype), 1)
         dhidden = _hidden_gradient(dlogits, weight) * per_token
         return dhidden, _weight_gradient(dlogits, hidden * per_token), ops.zeros_like(labels)

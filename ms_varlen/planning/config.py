@@ -4,6 +4,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ms_varlen.limits import MAX_SEGMENTS
+
 
 def _default_budget(values: dict[str, Any]) -> int | None:
     return 4096 if values.get("rows") is None else None
@@ -46,7 +48,7 @@ class BatchConfig(BaseModel):
     max_segments: int = Field(
         default=256,
         ge=1,
-        le=1024,
+        le=MAX_SEGMENTS,
         description="most attention segments per micro-batch, those of the padded tail included; 1024 is the limit of "
         "the Ascend operator",
     )

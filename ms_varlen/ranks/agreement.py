@@ -11,12 +11,13 @@ sent while all ranks together have room for at most `MOST_LENGTHS`, their hashes
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ms_varlen.batches.layout import IGNORE_INDEX, Layout
+from ms_varlen.batches.layout import Layout
+from ms_varlen.batches.micro_batch import MicroBatch
 from ms_varlen.errors import RanksError, VarlenError
 from ms_varlen.modes import MODES
 from ms_varlen.planning.plan import EpochPlan, PlanState
@@ -61,14 +62,14 @@ class StepLengths:
         return cls(chosen, offsets, layout.computed_tokens(chosen, offsets), np.zeros(offsets.size - 1, np.int64))
 
     @classmethod
-    def of_columns(cls, batches: Sequence[Mapping[str, np.ndarray]]) -> "StepLengths":
-        """Micro-batches in hand, as columns."""
-        seq_lens = [columns["seq_lens"] for columns in batches]
+    def of_micro_batches(cls, batches: Sequence[MicroBatch]) -> "StepLengths":
+        """The lengths of micro-batches in hand."""
+        seq_lens = [batch.seq_lens for batch in batches]
         return cls(
             np.concatenate(seq_lens),
             np.append(0, np.cumsum([lengths.size for lengths in seq_lens])),
-            np.array([columns["input_ids"].size for columns in batches]),
-            np.array([(columns["labels"] != IGNORE_INDEX).sum() for columns in batches]),
+            np.array([batch.tokens for batch in batches]),
+            np.array([batch.supervised for batch in batches]),
         )
 
     def words(self, most: int, hashed: bool) -> np.ndarray:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ms_varlen.data.config import BYTES, PYDOC, DataConfig, missing_files
 from ms_varlen.faults import Fault, shown
+from ms_varlen.limits import MAX_SEGMENTS
 from ms_varlen.models.config import DecoderConfig
 from ms_varlen.modes import Mode
 from ms_varlen.recipe.sizes import Listed, Sizes
@@ -52,7 +53,7 @@ def _segments_hold_the_rows(sizes: Sizes) -> Iterator[Fault]:
         yield Fault(
             "batch.rows",
             f"must be <= batch.max_segments ({sizes.max_segments}), since each row is a segment, got {sizes.rows}; "
-            "lower it, or raise batch.max_segments (up to 1024)",
+            f"lower it, or raise batch.max_segments (up to {MAX_SEGMENTS})",
         )
 
 

@@ -6,9 +6,10 @@ import functools
 import gc
 import importlib.metadata
 import logging
+import math
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import mindspore as ms
@@ -16,8 +17,8 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 import ms_varlen
-from ms_varlen.batches.dataset import Columns
 from ms_varlen.batches.layout import Layout, lay_out
+from ms_varlen.batches.micro_batch import Columns, MicroBatch
 from ms_varlen.checkpoint.initial_weights import InitialWeights
 from ms_varlen.checkpoint.store import APPLIED_STEPS
 from ms_varlen.graph.compile_cache import CacheUse, compile_cache, fingerprint
@@ -68,6 +69,44 @@ def varlen_path() -> AttentionPath:
         return columns | {"actual_seq_qlen": ends}
 
     return AttentionPath(varlen_attention, functools.partial(attention_columns, body=body), declared, body)
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulated:
+    """What micro-batches have added up to since the last step.
+
+    Attributes:
+        losses: float64, the summed loss of each micro-batch, in nats; [micro-batches], or [ranks, micro-batches].
+        supervised: tokens with a loss.
+    """
+
+    losses: np.ndarray
+    supervised: int
+
+    @property
+    def loss_sum(self) -> float:
+        """The loss of all micro-batches, rounded once."""
+        return math.fsum(self.losses.ravel())
+
+    @property
+    def loss(self) -> float:
+        """The loss per supervised token; 0 without any."""
+        return self.loss_sum / max(self.supervised, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What came of a step.
+
+    Attributes:
+        accumulated: losses and supervised tokens of all ranks.
+        norm: global L2 norm of the gradient before clipping; 0 without supervised tokens.
+        applied: the step was finite and has changed the weights.
+    """
+
+    accumulated: Accumulated
+    norm: float
+    applied: bool
 
 
 class TrainingGraphs:
@@ -187,25 +226,42 @@ class TrainingGraphs:
         lens = layout.place(np.ones(1, np.int32)) if size is None else layout.made_up(size)
         return {**lay_out(lens, np.zeros(lens.real_tokens, np.int32), 0), **self.attention.columns(lens)}
 
-    def _tensors(self, columns: Columns) -> tuple[Tensor, ...]:
+    def _tensors(self, columns: Mapping[str, np.ndarray]) -> tuple[Tensor, ...]:
         return tuple(Tensor(columns[name]) for name in (*TOKEN_COLUMNS, *self._attention_names))
 
-    def accumulate(self, columns: Columns) -> Tensor:
-        """Add a micro-batch's gradient; () fp32, its summed loss."""
-        cell = self._accumulate_cells.get(columns["input_ids"].size, self.accumulate_cell)
-        loss_sum = cell(*self._tensors(columns))
-        self._watch.check(f"T={columns['input_ids'].size}")
+    def accumulate(self, micro_batch: Mapping[str, np.ndarray]) -> Tensor:
+        """Add the gradient of a micro-batch. Return () fp32, its summed loss."""
+        tokens = micro_batch["input_ids"].size
+        loss_sum = self._accumulate_cells.get(tokens, self.accumulate_cell)(*self._tensors(micro_batch))
+        self._watch.check(f"T={tokens}")
         return loss_sum
 
-    def apply(self, learning_rate: float, supervised: int, loss_sum: float) -> tuple[float, bool]:
-        """Apply the accumulated gradient; its global norm, and whether it was finite and applied."""
-        norm, finite = self.apply_cell(*_scalars(learning_rate, supervised, loss_sum, 0.0))
+    def accumulate_all(self, micro_batches: Sequence[MicroBatch]) -> Accumulated:
+        """Add the gradients of several micro-batches, which are all started before the first loss is read."""
+        losses = [self.accumulate(micro_batch) for micro_batch in micro_batches]
+        return Accumulated(
+            np.array([float(loss.asnumpy()) for loss in losses]), sum(one.supervised for one in micro_batches)
+        )
+
+    def step(self, micro_batches: Sequence[MicroBatch], rate: float) -> StepResult:
+        """Train one step of one process. With ranks the loop adds up over them between the two calls."""
+        accumulated = self.accumulate_all(micro_batches)
+        return StepResult(accumulated, *self.apply(rate, accumulated))
+
+    def apply(self, rate: float, accumulated: Accumulated) -> tuple[float, bool]:
+        """Apply the accumulated gradient. Return its global norm, and whether it was finite and applied.
+
+        A step without supervised tokens has no gradient and changes nothing.
+        """
+        if accumulated.supervised == 0:
+            return 0.0, False
+        norm, finite = self.apply_cell(*_scalars(rate, accumulated.supervised, accumulated.loss_sum, 0.0))
         applied = bool(finite.asnumpy())
         if not applied:
             self.clear_gradients()
         return float(norm.asnumpy()), applied
 
-    def has_finite_gradient(self, columns: Columns) -> bool:
+    def has_finite_gradient(self, columns: Mapping[str, np.ndarray]) -> bool:
         """Whether a micro-batch's gradient alone is finite. The accumulated gradient must be zero, and is again."""
         self.accumulate(columns)
         accumulated = self.accumulate_cell.accumulated
@@ -213,7 +269,7 @@ class TrainingGraphs:
         self.clear_gradients()
         return finite
 
-    def evaluate(self, columns: Columns) -> Tensor:
+    def evaluate(self, columns: Mapping[str, np.ndarray]) -> Tensor:
         """() fp32, a micro-batch's summed loss."""
         loss_sum = self.evaluate_cell(*self._tensors(columns))
         self._watch.check(f"T={columns['input_ids'].size}")

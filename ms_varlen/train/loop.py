@@ -20,8 +20,8 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from ms_varlen.batches.dataset import Columns, MicroBatches, MicroBatchLoader
-from ms_varlen.batches.layout import IGNORE_INDEX
+from ms_varlen.batches.dataset import MicroBatches, MicroBatchLoader
+from ms_varlen.batches.micro_batch import MicroBatch
 from ms_varlen.checkpoint.run_folder import Run
 from ms_varlen.checkpoint.store import Checkpoint, save_checkpoint
 from ms_varlen.errors import CheckpointError, VarlenError
@@ -32,7 +32,7 @@ from ms_varlen.ranks.exchange import Exchange
 from ms_varlen.ranks.join import Ranks
 from ms_varlen.ranks.stop import StopRequest
 from ms_varlen.train.bad_steps import Skipped, check_bad_steps, culprits, dump_bad_step
-from ms_varlen.train.graphs import TrainingGraphs
+from ms_varlen.train.graphs import Accumulated, TrainingGraphs
 from ms_varlen.train.profiling import StepProfiler
 from ms_varlen.train.schedule import learning_rate
 from ms_varlen.workload.workload import Workload
@@ -152,29 +152,30 @@ class TrainingLoop:
     def _due(self, every: int | None) -> bool:
         return self._step == self._recipe.train.steps or (every is not None and self._step % every == 0)
 
-    def _one_step(self, state: PlanState, plan: EpochPlan, micro_batches: Iterator[Columns]) -> dict[str, Any] | None:
-        """A step's metrics; None when a rank was asked to stop before it."""
+    def _one_step(self, state: PlanState, plan: EpochPlan, loader: Iterator[MicroBatch]) -> dict[str, Any] | None:
+        """Train one step. Return its metrics, or None if a rank was asked to stop before it."""
         begin = time.perf_counter()
-        batches = self._next_batches(micro_batches)
+        batches = self._next_batches(loader)
         waited = time.perf_counter()
         counts = self._compare(state, plan, batches)
         compared = time.perf_counter()
         if counts.stop or isinstance(batches, VarlenError):
             return None
-        losses = [self._graphs.accumulate(columns) for columns in batches]
-        losses = [float(value.asnumpy()) for value in losses]
+        own = self._graphs.accumulate_all(batches)
         # [R, M + 1]: what every rank's micro-batches lost, and the time it took.
-        gathered = self._exchange.gather_floats([*losses, time.perf_counter() - compared])
-        loss_sum = math.fsum(gathered[:, :-1].ravel())
+        gathered = self._exchange.gather_floats([*own.losses, time.perf_counter() - compared])
+        accumulated = Accumulated(gathered[:, :-1], counts.supervised)
         rate = learning_rate(self._recipe.train, self._step + 1)
-        norm, applied = self._apply(rate, counts.supervised, loss_sum)
+        norm, applied = self._graphs.apply(rate, accumulated)
+        if counts.supervised == 0:
+            logger.warning("step %d has no supervised token: its loss is 0 and no weight changes", self._step + 1)
         seconds = time.perf_counter() - begin
         self._step += 1
         ids = plan.step_ids(state.step)
         metrics = {
             "step": self._step,
             "epoch": state.epoch,
-            "loss": loss_sum / max(counts.supervised, 1) if applied or not counts.supervised else None,
+            "loss": accumulated.loss if applied or not counts.supervised else None,
             "lr": rate,
             "grad_norm": norm if applied else None,
             **counts.metrics(),
@@ -185,26 +186,26 @@ class TrainingLoop:
             "sample_ids_sha256": ids_hash(ids),
         }
         if not applied and counts.supervised:
-            metrics.update(self._skip(state, plan, batches, gathered[:, :-1], norm))
+            metrics.update(self._skip(state, plan, batches, accumulated.losses, norm))
         if self._recipe.train.eval_every is not None and self._due(self._recipe.train.eval_every):
             metrics["eval_loss"] = self.evaluate()
             metrics["eval_perplexity"] = perplexity(metrics["eval_loss"])
             metrics["graphs_compiled"] = self._graphs.counts()
         return metrics
 
-    def _next_batches(self, micro_batches: Iterator[Columns]) -> list[Columns] | VarlenError:
+    def _next_batches(self, micro_batches: Iterator[MicroBatch]) -> list[MicroBatch] | VarlenError:
         """This rank's micro-batches of a step, or why it has none, for all ranks to hear."""
         try:
             return [next(micro_batches) for _ in range(self._recipe.batch.micro_batches)]
         except VarlenError as error:
             return error
 
-    def _compare(self, state: PlanState, plan: EpochPlan, batches: list[Columns] | VarlenError) -> StepCounts:
+    def _compare(self, state: PlanState, plan: EpochPlan, batches: list[MicroBatch] | VarlenError) -> StepCounts:
         """Compare the micro-batches of all ranks with the plan, and count them."""
         workload = self._workload
         place = StepPlace(self._step, state, self._recipe.mode, workload.plans.fingerprint)
         planned = StepLengths.of_plan(workload.plans.lengths, plan, state.step, workload.layout)
-        found = batches if isinstance(batches, VarlenError) else StepLengths.of_columns(batches)
+        found = batches if isinstance(batches, VarlenError) else StepLengths.of_micro_batches(batches)
         return self._reports.check(place, found, planned, self._stop.asked)
 
     def _rank_metrics(self, exchange_seconds: float, seconds: np.ndarray) -> dict[str, Any]:
@@ -217,16 +218,8 @@ class TrainingLoop:
             "imbalance": round(float(seconds.max() / seconds.mean() - 1), 6),
         }
 
-    def _apply(self, rate: float, supervised: int, loss_sum: float) -> tuple[float | None, bool]:
-        """Apply the accumulated gradient; a step without supervised tokens has none and changes nothing."""
-        if supervised == 0:
-            logger.warning("step %d has no supervised token: its loss is 0 and no weight changes", self._step + 1)
-            return 0.0, False
-        norm, applied = self._graphs.apply(rate, supervised, loss_sum)
-        return norm, applied
-
     def _skip(
-        self, state: PlanState, plan: EpochPlan, batches: list[Columns], losses: np.ndarray, norm: float | None
+        self, state: PlanState, plan: EpochPlan, batches: list[MicroBatch], losses: np.ndarray, norm: float | None
     ) -> dict[str, Any]:
         """Book a step that held a NaN or an infinity; its sample ids go into its line, all about it into a file.
 
@@ -257,11 +250,11 @@ class TrainingLoop:
         """
         loss_sum, supervised = 0.0, 0
         ranks = self._exchange.ranks
-        for columns in MicroBatchLoader(
+        for micro_batch in MicroBatchLoader(
             self._eval_batches, lambda: self._workload.eval_schedule(ranks.rank, ranks.size)
         ):
-            loss_sum += float(self._graphs.evaluate(columns).asnumpy())
-            supervised += int((columns["labels"] != IGNORE_INDEX).sum())
+            loss_sum += float(self._graphs.evaluate(micro_batch).asnumpy())
+            supervised += micro_batch.supervised
         loss_sum, total = self._exchange.gather_floats([loss_sum, supervised]).sum(axis=0).tolist()
         return loss_sum / max(total, 1) if math.isfinite(loss_sum) else None
 

@@ -4,9 +4,10 @@ from pathlib import Path
 import numpy as np
 
 from ms_varlen.batches.dataset import MicroBatches
-from ms_varlen.batches.layout import IGNORE_INDEX, Layout
+from ms_varlen.batches.layout import Layout
 from ms_varlen.data.config import DataConfig
 from ms_varlen.data.store.store import prepare_store
+from ms_varlen.limits import IGNORE_INDEX
 
 
 class Exact:
@@ -29,7 +30,7 @@ def test_micro_batches_learn_what_the_records_say(tmp_path):
     for layout in (Layout("varlen", Exact(), 8), Layout("padded", Exact(), 8, rows=4, row_lengths=(4, 8))):
         batches = MicroBatches(table, layout, 0, lambda lens: {})
         for ids in ([0, 1], [3, 2, 0], [1]):
-            columns = batches.columns(np.array(ids))
+            columns = batches.micro_batch(np.array(ids))
             places = np.flatnonzero(columns["labels"] != IGNORE_INDEX)
             pairs = list(zip(columns["input_ids"][places].tolist(), columns["labels"][places].tolist(), strict=True))
             assert pairs == [pair for i in ids for pair in alone[i]]

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ms_varlen import DataError, LengthsError, SeqLens
-from ms_varlen.batches.layout import Layout, check_micro_batch, lay_out, require_columns
+from ms_varlen.batches.check import check_micro_batch, require_columns
+from ms_varlen.batches.layout import Layout, lay_out
 
 
 @dataclasses.dataclass(frozen=True)

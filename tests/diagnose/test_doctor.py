@@ -146,9 +146,9 @@ def _shifted(ends):
     ],
 )
 def test_a_micro_batch_that_is_changed_behind_its_check_is_named(recipe, monkeypatch, column, change, code):
-    columns = MicroBatches.columns
+    columns = MicroBatches.micro_batch
     changed = lambda self, ids: (made := columns(self, ids)) | {column: change(made)}  # noqa: E731
-    monkeypatch.setattr(MicroBatches, "columns", changed)
+    monkeypatch.setattr(MicroBatches, "micro_batch", changed)
     result = examine(recipe, probe=False)
     assert (result["worst"], result["codes"]) == ("red", [code])
 

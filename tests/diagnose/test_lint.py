@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ms_varlen.batches.layout import IGNORE_INDEX, lay_out
+from ms_varlen.batches.layout import lay_out
 from ms_varlen.diagnose.lint.files import HOW, lint_file
 from ms_varlen.diagnose.lint.lint import lint_batch
 from ms_varlen.errors import DataError
 from ms_varlen.lengths import SeqLens
+from ms_varlen.limits import IGNORE_INDEX
 from tests.support.lint_cases import CASES
 
 PAD = 0

@@ -42,7 +42,7 @@ def batches_of(samples, kind="range"):
 
 def test_samples_in_memory_make_micro_batches(body):
     samples = ArraySamples([np.arange(3), np.array([7, 8], np.int64), np.arange(5)])
-    columns = batches_of(samples).columns(np.array([1, 0]))
+    columns = batches_of(samples).micro_batch(np.array([1, 0]))
     assert columns["input_ids"].tolist() == [7, 8, 0, 1, 2] + [0] * 11
     assert columns["labels"].tolist() == [8, -100, 1, 2, -100] + [-100] * 11
     assert columns["actual_seq_qlen"].tolist() == [2, 5, 16]
@@ -50,13 +50,13 @@ def test_samples_in_memory_make_micro_batches(body):
 
 def test_tokens_that_are_not_supervised_are_no_targets():
     samples = ArraySamples([np.arange(4), np.arange(2)], [[False, False, True, True], [True, False]])
-    assert batches_of(samples).columns(np.array([0, 1]))["labels"][:6].tolist() == [-100, 2, 3, -100, -100, -100]
+    assert batches_of(samples).micro_batch(np.array([0, 1]))["labels"][:6].tolist() == [-100, 2, 3, -100, -100, -100]
 
 
 @pytest.mark.parametrize("kind", ["static", "range"])
 def test_a_declaration_has_the_columns_of_the_data_set_in_their_order(body, kind):
     batches = batches_of(ArraySamples([np.arange(30)] * 2), kind)
-    columns = batches.columns(np.array([0, 1]))
+    columns = batches.micro_batch(np.array([0, 1]))
     declared = declared_batch(TokenShapes(kind, 16, 64, 16, max_segments=8))
     assert list(columns) == batches.column_names()
     assert len(declared) == len(columns)

@@ -129,7 +129,7 @@ def test_logits_loss_and_every_gradient_are_those_of_transformers(name, theirs, 
         workload, graphs = our_graphs(expected.folder, source, mode)
         table, ids = workload.store.train, np.arange(len(TEXTS))
         batches = MicroBatches(table, workload.layout, workload.store.pad_id, graphs.attention.columns)
-        columns = batches.columns(ids)
+        columns = batches.micro_batch(ids)
         assert float(graphs.accumulate(columns).asnumpy()) == pytest.approx(expected.loss, rel=TOLERANCE)
         net = graphs.accumulate_cell.net.net
         lengths = tuple(ms.Tensor(columns[key]) for key in graphs.attention.declared(workload.shapes))

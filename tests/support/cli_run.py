@@ -175,14 +175,14 @@ def without_labels(number):
     """No label in the `number`-th micro-batch that is served."""
     from ms_varlen.batches.dataset import MicroBatches
 
-    original, calls = MicroBatches.columns, []
+    original, calls = MicroBatches.micro_batch, []
 
     def faulty(batches, ids):
         columns = original(batches, ids)
         calls.append(ids)
         return columns if len(calls) != number else columns | {"labels": np.full_like(columns["labels"], -100)}
 
-    return mock.patch.object(MicroBatches, "columns", faulty)
+    return mock.patch.object(MicroBatches, "micro_batch", faulty)
 
 
 def moved_end(number):

@@ -156,14 +156,14 @@ def detection_rate(recipe: Path, count: int) -> dict[str, int]:
     found = {"check": 0, "lint": 0, "no change": 0}
     for index in range(count):
         ids = plan.micro_batch(index % plan.num_steps, 0)
-        healthy = batches.columns(ids)
+        healthy = batches.micro_batch(ids)
         what, mutated = mutate(healthy, rng)
         if all(np.array_equal(healthy[name], mutated[name]) for name in healthy):
             found["no change"] += 1
             continue
         with changed_columns(functools.partial(_instead, mutated)):
             try:
-                batches.columns(ids)
+                batches.micro_batch(ids)
             except VarlenError:
                 found["check"] += 1
                 continue

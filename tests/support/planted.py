@@ -18,6 +18,7 @@ import numpy as np
 from ms_varlen.batches import dataset
 from ms_varlen.batches import layout as layouts
 from ms_varlen.lengths import SeqLens
+from ms_varlen.limits import IGNORE_INDEX
 from ms_varlen.ops import attention
 from ms_varlen.ops.reference_attention import pair_columns
 
@@ -72,7 +73,7 @@ def _merged_tail(columns: Columns) -> np.ndarray:
 
 def _across(columns: Columns) -> np.ndarray:
     ids, labels = columns["input_ids"], columns["labels"].copy()
-    places = np.flatnonzero(labels[:-1] == layouts.IGNORE_INDEX)
+    places = np.flatnonzero(labels[:-1] == IGNORE_INDEX)
     inside = places[places < int(columns["seq_lens"].sum()) - 1]
     labels[inside] = ids[inside + 1]
     return labels
@@ -86,7 +87,7 @@ def _pads_as_targets(columns: Columns) -> np.ndarray:
 
 
 def _shifted_twice(columns: Columns) -> np.ndarray:
-    return np.append(columns["labels"][1:], layouts.IGNORE_INDEX).astype(np.int32)
+    return np.append(columns["labels"][1:], IGNORE_INDEX).astype(np.int32)
 
 
 def _swapped_first_two(segments: np.ndarray) -> np.ndarray:
@@ -168,13 +169,13 @@ def _compressed(change: Callable[[np.ndarray], np.ndarray]) -> Iterator[None]:
 @contextlib.contextmanager
 def _behind_the_checks(change: Callable[[Columns], Columns]) -> Iterator[None]:
     """Change micro-batches without padded rows after they were checked."""
-    original = dataset.MicroBatches.columns
+    original = dataset.MicroBatches.micro_batch
 
     def changed(self: dataset.MicroBatches, ids: np.ndarray) -> Columns:
         columns = original(self, ids)
         return change(columns) if self._layout.mode == "varlen" else columns
 
-    with mock.patch.object(dataset.MicroBatches, "columns", changed):
+    with mock.patch.object(dataset.MicroBatches, "micro_batch", changed):
         yield
 
 
@@ -185,7 +186,7 @@ def _another_id(columns: Columns) -> np.ndarray:
 
 
 def _not_shifted(columns: Columns) -> np.ndarray:
-    return np.where(columns["labels"] == layouts.IGNORE_INDEX, layouts.IGNORE_INDEX, columns["input_ids"])
+    return np.where(columns["labels"] == IGNORE_INDEX, IGNORE_INDEX, columns["input_ids"])
 
 
 def _loss_in_padding(columns: Columns) -> np.ndarray:
@@ -218,7 +219,7 @@ def _nan_at_the_end(q_TND: Any, k_TND: Any, v_TND: Any, lengths: tuple) -> Any:
 
 def _no_target(columns: Columns) -> np.ndarray:
     labels = columns["labels"].copy()
-    labels[3] = layouts.IGNORE_INDEX
+    labels[3] = IGNORE_INDEX
     return labels
 
 

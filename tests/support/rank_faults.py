@@ -67,7 +67,7 @@ def find_between_ranks(recipe: Path, fault: str | None) -> tuple[str, str | None
             ids = ids[::-1]
         step = int(planted == "a rank at another step")
         place = StepPlace(step, PlanState(0, 0), loaded.mode, workload.plans.fingerprint)
-        found = StepLengths.of_columns([batches.columns(ids)])
+        found = StepLengths.of_micro_batches([batches.micro_batch(ids)])
         StepReports(exchange, 1, loaded.batch.max_segments).check(place, found, planned)
         weight = np.full((2, 3), 1.0 + 2**-23 * (planted == "a rank with other weights"), np.float32)  # the last bit
         check_replicas(exchange, [("weight", weight)], step=1)

@@ -72,14 +72,14 @@ def train(recipe):
     from ms_varlen.recipe.recipe import parse_recipe
     from ms_varlen.train.run import train
 
-    original, lengths = MicroBatches.columns, []
+    original, lengths = MicroBatches.micro_batch, []
 
     def noted(batches, ids):
         columns = original(batches, ids)
         lengths.append(columns["seq_lens"].tolist())
         return columns
 
-    with mock.patch.object(MicroBatches, "columns", noted):
+    with mock.patch.object(MicroBatches, "micro_batch", noted):
         summary = train(parse_recipe(recipe), lambda metrics: None)
     return {"summary": summary, "lengths": lengths}
 
@@ -88,8 +88,8 @@ def served(change):
     """A change of the columns of the micro-batches that this rank is served."""
     from ms_varlen.batches.dataset import MicroBatches
 
-    original = MicroBatches.columns
-    return mock.patch.object(MicroBatches, "columns", lambda batches, ids: change(original, batches, ids))
+    original = MicroBatches.micro_batch
+    return mock.patch.object(MicroBatches, "micro_batch", lambda batches, ids: change(original, batches, ids))
 
 
 def silent(columns):

@@ -10,15 +10,17 @@ from mindspore import Parameter, ParameterTuple, Tensor
 
 from ms_varlen import DataError
 from ms_varlen.batches.dataset import MicroBatches, MicroBatchLoader
-from ms_varlen.batches.layout import IGNORE_INDEX, lay_out
+from ms_varlen.batches.layout import lay_out
+from ms_varlen.batches.micro_batch import MicroBatch
 from ms_varlen.lengths import SeqLens
+from ms_varlen.limits import IGNORE_INDEX
 from ms_varlen.planning.plan import PlanState
 from ms_varlen.ranks.agreement import StepLengths, StepPlace, StepReports
 from ms_varlen.ranks.exchange import Exchange
 from ms_varlen.ranks.join import Ranks
 from ms_varlen.recipe.recipe import parse_recipe
 from ms_varlen.recipe.sections import TrainConfig
-from ms_varlen.train.graphs import TrainingGraphs
+from ms_varlen.train.graphs import Accumulated, TrainingGraphs
 from ms_varlen.train.loop import ids_hash
 from ms_varlen.train.schedule import learning_rate
 from ms_varlen.train.step import ApplyGradients, clear
@@ -74,17 +76,16 @@ def _empty_accumulators(request):
 
 
 def columns_of(graphs, workload, ids):
-    return MicroBatches(workload.store.train, workload.layout, workload.store.pad_id, graphs.attention.columns).columns(
-        np.array(ids)
-    )
+    return MicroBatches(
+        workload.store.train, workload.layout, workload.store.pad_id, graphs.attention.columns
+    ).micro_batch(np.array(ids))
 
 
 def gradient_of(graphs, *micro_batches):
     """Summed loss, supervised tokens and gradient of micro-batches."""
     clear(graphs.accumulate_cell.accumulated)
-    loss = sum(float(graphs.accumulate(columns).asnumpy()) for columns in micro_batches)
-    supervised = sum(int((columns["labels"] != IGNORE_INDEX).sum()) for columns in micro_batches)
-    return loss, supervised, graphs.gradients()
+    accumulated = graphs.accumulate_all(micro_batches)
+    return accumulated.loss_sum, accumulated.supervised, graphs.gradients()
 
 
 def test_a_step_is_the_same_however_it_is_split_into_micro_batches(graphs, workload):
@@ -101,8 +102,8 @@ def test_two_micro_batches_of_uneven_counts_give_the_token_mean():  # 4 over 1 a
     for supervised in (1, 3):
         labels = np.full(8, IGNORE_INDEX, np.int32)
         labels[:supervised] = 7
-        batches.append({"input_ids": labels, "labels": labels, "seq_lens": np.array([4, 3], np.int32)})
-    lengths = StepLengths.of_columns(batches)
+        batches.append(MicroBatch({"input_ids": labels, "labels": labels, "seq_lens": np.array([4, 3], np.int32)}))
+    lengths = StepLengths.of_micro_batches(batches)
     place = StepPlace(0, PlanState(0, 0), "varlen", "0" * 32)
     counts = StepReports(Exchange(Ranks()), micro_batches=2, most=2).check(place, lengths, lengths)
     assert (4 + 6) / counts.supervised == 2.5
@@ -127,7 +128,7 @@ def test_the_gradient_is_divided_by_the_tokens_of_the_whole_step():
 
 def test_a_micro_batch_without_supervised_tokens_harms_no_other(graphs, workload):
     columns = columns_of(graphs, workload, [0, 1])
-    silent = {**columns, "labels": np.full_like(columns["labels"], IGNORE_INDEX)}
+    silent = columns | {"labels": np.full_like(columns["labels"], IGNORE_INDEX)}
     alone, both = gradient_of(graphs, columns), gradient_of(graphs, silent, columns)
     assert (both[0], both[1]) == (alone[0], alone[1])
     for name, gradient in alone[2].items():
@@ -197,7 +198,7 @@ def test_a_step_that_is_not_finite_changes_nothing(graphs, workload, bad, where)
     if where == "gradient":
         last = graphs.accumulate_cell.accumulated[-1]
         last.set_data(Tensor(np.full(last.shape, bad, np.float32)))
-    norm, applied = graphs.apply(0.01, 17, bad if where == "loss" else 1.0)
+    norm, applied = graphs.apply(0.01, Accumulated(np.array([bad if where == "loss" else 1.0]), 17))
     assert not applied
     assert np.isfinite(norm) == (where == "loss")
     for old, new in zip(before, graphs.weights(), strict=True):
@@ -208,13 +209,13 @@ def test_a_step_that_is_not_finite_changes_nothing(graphs, workload, bad, where)
 
 def test_saved_state_comes_back_bit_for_bit(workload, graphs):
     graphs.accumulate(columns_of(graphs, workload, [1, 2]))
-    graphs.apply(0.01, 22, 1.0)
+    graphs.apply(0.01, Accumulated(np.array([1.0]), 22))
     saved = graphs.weights()
     fresh = TrainingGraphs(workload, "CPU")
     fresh.load(*saved)
     for side in (graphs, fresh):
         side.accumulate(columns_of(graphs, workload, [4, 5]))
-        side.apply(0.01, 73, 1.0)
+        side.apply(0.01, Accumulated(np.array([1.0]), 73))
     for old, new in zip(graphs.weights(), fresh.weights(), strict=True):
         assert old.keys() == new.keys()
         for name, value in old.items():
@@ -259,7 +260,7 @@ def test_the_plan_counts_what_the_data_set_serves(graphs, workload):
     described = PlanSummary.of(workload).epoch
     plan = workload.plans.epoch(0)
     batches = MicroBatches(workload.store.train, workload.layout, workload.store.pad_id, graphs.attention.columns)
-    served = [batches.columns(plan.micro_batch(step, 0)) for step in range(plan.num_steps)]
+    served = [batches.micro_batch(plan.micro_batch(step, 0)) for step in range(plan.num_steps)]
     assert described.steps_per_epoch == len(served)
     assert described.tokens_computed == sum(columns["input_ids"].size for columns in served)
     assert described.tokens_real == sum(int(columns["seq_lens"].sum()) for columns in served)
@@ -298,7 +299,7 @@ def test_weights_set_between_steps_are_those_that_the_next_steps_train(workload,
                     graphs.clear_gradients()
                     graphs.set_weights(own)
                 losses.append(float(graphs.accumulate(columns_of(graphs, workload, ids)).asnumpy()))
-                graphs.apply(0.01, 40, 1.0)
+                graphs.apply(0.01, Accumulated(np.array([1.0]), 40))
     finally:
         ms.set_context(mode=ms.PYNATIVE_MODE)
     assert losses[4:] == losses[:4]

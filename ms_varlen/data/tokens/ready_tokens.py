@@ -23,9 +23,8 @@ from typing import Any
 import numpy as np
 
 from ms_varlen.errors import DataError
+from ms_varlen.limits import IGNORE_INDEX
 
-IGNORED = -100
-"""A label without loss."""
 LARGEST = np.iinfo(np.int64).max
 PADDING_FIELD = "attention_mask"
 LOSS_FIELDS = ("labels", "loss_mask", "completion_mask", "assistant_masks", "assistant_mask")
@@ -174,17 +173,17 @@ def _unpadded(mask: np.ndarray, where: str) -> slice:
 
 
 def _of_labels(ids: np.ndarray, labels: np.ndarray, where: str) -> np.ndarray:
-    own = (labels == IGNORED) | (labels == ids)
+    own = (labels == IGNORE_INDEX) | (labels == ids)
     if own.all():
-        return labels != IGNORED
+        return labels != IGNORE_INDEX
     place = int(np.argmin(own))
     if _are_shifted(ids, labels).all():
         raise DataError(
-            f"field 'labels' must name each token's own id or {IGNORED}, got labels that are shifted already (labels["
-            f"{place}] is {labels[place]} where input_ids[{place}] is {ids[place]}), in {where}; they would be shifted "
+            f"field 'labels' must name each token's own id or {IGNORE_INDEX}, got labels that are shifted already "
+            f"(labels[{place}] is {labels[place]} where input_ids[{place}] is {ids[place]}), in {where}; they would be shifted "
             "twice: set data.labels_shifted=true"
         )
-    raise _wrong("labels", place, labels, f"input_ids[{place}] ({ids[place]}) or {IGNORED}", where)
+    raise _wrong("labels", place, labels, f"input_ids[{place}] ({ids[place]}) or {IGNORE_INDEX}", where)
 
 
 def _of_shifted_labels(ids: np.ndarray, labels: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray]:
@@ -194,21 +193,21 @@ def _of_shifted_labels(ids: np.ndarray, labels: np.ndarray, where: str) -> tuple
     """
     following = _are_shifted(ids, labels)
     if not following.all():
-        if ((labels == IGNORED) | (labels == ids)).all():
+        if ((labels == IGNORE_INDEX) | (labels == ids)).all():
             raise DataError(
                 f"field 'labels' must name the next token's id under data.labels_shifted, got each token's own, in "
                 f"{where}; set data.labels_shifted=false"
             )
         place = int(np.argmin(following))
-        raise _wrong("labels", place, labels, f"input_ids[{place + 1}] ({ids[place + 1]}) or {IGNORED}", where)
-    last = labels[-1:][labels[-1:] != IGNORED]
-    targets = np.concatenate([[False], labels != IGNORED])
+        raise _wrong("labels", place, labels, f"input_ids[{place + 1}] ({ids[place + 1]}) or {IGNORE_INDEX}", where)
+    last = labels[-1:][labels[-1:] != IGNORE_INDEX]
+    targets = np.concatenate([[False], labels != IGNORE_INDEX])
     return np.concatenate([ids, last]), targets[: ids.size + last.size]
 
 
 def _are_shifted(ids: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """Where a label, but for the last, is the next token or none."""
-    return (labels[:-1] == IGNORED) | (labels[:-1] == ids[1:])
+    return (labels[:-1] == IGNORE_INDEX) | (labels[:-1] == ids[1:])
 
 
 def _wrong(field: str, place: int, values: np.ndarray, rule: str, where: str) -> DataError:

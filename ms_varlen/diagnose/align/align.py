@@ -131,18 +131,18 @@ class Comparison:
         """
         ours, other = self._ours, self._other
         rows = parts_of_other(np.concatenate(parts), ours.workload.store.train.lengths, other.workload.layout)
-        supervised_ours = ours.accumulate(parts)
+        accumulated_ours = ours.accumulate(parts)
         if self._noise is not None and len(self.losses) < NOISE_STEPS:
             self._noise = max(self._noise, other.noise(rows))
             loosest = max(LOOSEST, LOSS_TOLERANCE[ours.target])
             self._limit = min(max(self._limit, NOISE_MULTIPLE * self._noise), loosest)
-        supervised_other = other.accumulate(rows)
+        accumulated_other = other.accumulate(rows)
         self._gradients.append(self._gradient_difference(rows))
-        self.losses.append((ours.loss(supervised_ours), other.loss(supervised_other)))
+        self.losses.append((accumulated_ours.loss, accumulated_other.loss))
         if self._found is None and not self._within():
             self._found = _where_it_begins(ours, parts, other, rows, self._against)
-        ours.apply(rate, supervised_ours)
-        other.apply(rate, supervised_other)
+        ours.graphs.apply(rate, accumulated_ours)
+        other.graphs.apply(rate, accumulated_other)
 
     def _gradient_difference(self, rows: list[np.ndarray]) -> tuple[float, str]:
         """Of what both sides have accumulated; at equal weights where a later step's is beyond its limit."""

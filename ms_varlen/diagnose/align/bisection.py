@@ -14,8 +14,9 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
-from ms_varlen.batches.dataset import Columns, MicroBatches
-from ms_varlen.batches.layout import IGNORE_INDEX, Layout
+from ms_varlen.batches.dataset import MicroBatches
+from ms_varlen.batches.layout import Layout
+from ms_varlen.batches.micro_batch import COLUMNS, Columns, MicroBatch, count_supervised
 from ms_varlen.batches.samples import ArraySamples
 from ms_varlen.catalogue import explain
 from ms_varlen.diagnose.align.attention_faults import name_attention_fault
@@ -24,6 +25,7 @@ from ms_varlen.diagnose.lint.lint import lint_batch
 from ms_varlen.errors import VarlenError
 from ms_varlen.graph.shapes import TokenShapes, round_up
 from ms_varlen.lengths import SeqLens
+from ms_varlen.limits import IGNORE_INDEX
 from ms_varlen.models.decoder import CausalLM, CausalLMLoss
 from ms_varlen.modes import Mode
 from ms_varlen.train.graphs import AttentionPath
@@ -55,7 +57,7 @@ class Outcome:
     loss: float
     gradients: Mapping[str, np.ndarray]
     layers: list[dict[str, np.ndarray]]
-    columns: Columns
+    columns: MicroBatch
     lens: SeqLens
 
 
@@ -192,12 +194,14 @@ def _run(
     for parameter in net.trainable_params():
         parameter.set_data(Tensor(weights[parameter.name]))
     samples = ArraySamples(batch.samples, batch.supervised)
-    columns = MicroBatches(samples, layout, workload.store.pad_id, path.columns).columns(np.arange(len(batch.samples)))
+    columns = MicroBatches(samples, layout, workload.store.pad_id, path.columns).micro_batch(
+        np.arange(len(batch.samples))
+    )
     names = (*("input_ids", "labels", "position_ids"), *path.declared(workload.shapes))
     parameters = net.trainable_params()
     loss = CausalLMLoss(net)
     value, gradients = ms.value_and_grad(loss, None, parameters)(*(Tensor(columns[name]) for name in names))
-    supervised = max(int((columns["labels"] != IGNORE_INDEX).sum()), 1)
+    supervised = max(columns.supervised, 1)
     return Outcome(
         loss=float(value.asnumpy()) / supervised,
         gradients={p.name: g.asnumpy() for p, g in zip(parameters, gradients, strict=True)},
@@ -264,7 +268,7 @@ def _of_sample(outcome: Outcome, column: str, place: int, length: int) -> np.nda
 
 def _name_loss_fault(found: Outcome, expected: Outcome, stage: str) -> tuple[int | None, str, str, str]:
     """(place of the sample, tensor, code, words) where all layers agree: the labels, or nothing that is known."""
-    outside = int((found.columns["labels"][~found.lens.real_mask] != IGNORE_INDEX).sum())
+    outside = count_supervised(found.columns["labels"][~found.lens.real_mask])
     if outside:
         return None, "labels", "LABEL-PAD", f"{outside} targets lie in padding, which must have none"
     finding = next(iter(lint_batch(_lintable(found.columns))), None)
@@ -335,9 +339,8 @@ def _name_token_fault(place: int, found: Outcome, expected: Outcome) -> tuple[st
     )
 
 
-def _lintable(columns: Columns) -> Columns:
-    names = ("input_ids", "labels", "position_ids", "seq_lens", "actual_seq_qlen")
-    return {name: columns[name] for name in names if name in columns}
+def _lintable(columns: MicroBatch) -> Columns:
+    return {name: columns[name] for name in COLUMNS if name in columns}
 
 
 def _where(

@@ -5,13 +5,13 @@ import dataclasses
 import numpy as np
 
 from ms_varlen.batches.dataset import MicroBatches
-from ms_varlen.batches.layout import IGNORE_INDEX, Layout
+from ms_varlen.batches.layout import Layout
 from ms_varlen.graph.shapes import TokenShapes, round_up
 from ms_varlen.lengths import SeqLens
 from ms_varlen.modes import Mode
 from ms_varlen.ops.dense_attention import declared_dense_columns, dense_attention, dense_columns
 from ms_varlen.planning.rows import divisor_boundaries
-from ms_varlen.train.graphs import AttentionPath, TrainingGraphs
+from ms_varlen.train.graphs import Accumulated, AttentionPath, TrainingGraphs
 from ms_varlen.workload.workload import Workload
 
 DENSE_ROWS = 4
@@ -33,17 +33,10 @@ class Side:
         store = self.workload.store
         self.graphs = TrainingGraphs(self.workload, self.target, self.attention)
         self._batches = MicroBatches(store.train, self.workload.layout, store.pad_id, self.graphs.attention.columns)
-        self._loss_sum = 0.0
 
-    def accumulate(self, parts: list[np.ndarray]) -> int:
-        """Add the gradient of micro-batches of sample ids; the number of supervised tokens."""
-        supervised = 0
-        self._loss_sum = 0.0
-        for ids in parts:
-            columns = self._batches.columns(ids)
-            self._loss_sum += float(self.graphs.accumulate(columns).asnumpy())
-            supervised += int((columns["labels"] != IGNORE_INDEX).sum())
-        return supervised
+    def accumulate(self, parts: list[np.ndarray]) -> Accumulated:
+        """Add the gradients of micro-batches of sample ids."""
+        return self.graphs.accumulate_all([self._batches.micro_batch(ids) for ids in parts])
 
     def gradients_at(self, weights: dict[str, np.ndarray], parts: list[np.ndarray]) -> dict[str, np.ndarray]:
         """Gradient sums of micro-batches at other weights; this side's own weights stay, its accumulators are empty."""
@@ -60,18 +53,9 @@ class Side:
         """How much the loss of micro-batches moves when their samples change places; the accumulators stay empty."""
         losses = []
         for chosen in (parts, _in_other_places(parts, self.workload.layout)):
-            supervised = self.accumulate(chosen)
+            losses.append(self.accumulate(chosen).loss)
             self.graphs.clear_gradients()
-            losses.append(self.loss(supervised))
         return abs(losses[0] - losses[1])
-
-    def loss(self, supervised: int) -> float:
-        """The loss per supervised token of what was accumulated; 0 without any."""
-        return self._loss_sum / max(supervised, 1)
-
-    def apply(self, rate: float, supervised: int) -> None:
-        """Apply the step."""
-        self.graphs.apply(rate, supervised, self._loss_sum)
 
 
 def dense_side(workload: Workload, target: str) -> tuple[Workload, str, AttentionPath]:

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from ms_varlen.batches.layout import IGNORE_INDEX, Layout
+from ms_varlen.batches.layout import Layout
 from ms_varlen.batches.samples import Samples
 from ms_varlen.data.store.store import Progress
 from ms_varlen.errors import RecipeError
 from ms_varlen.graph.shapes import TokenShapes, round_up
+from ms_varlen.limits import IGNORE_INDEX
 from ms_varlen.modes import Mode
 from ms_varlen.planning.buckets import bucket_of
 from ms_varlen.planning.cost import CostModel

@@ -35,7 +35,6 @@ build_context(
 from mindformers.models.llama import LlamaConfig, LlamaForCausalLM  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 
-from ms_varlen.batches.layout import IGNORE_INDEX  # noqa: E402
 from ms_varlen.diagnose.bench.contenders import (  # noqa: E402
     Sample,
     bench_workload,
@@ -46,6 +45,7 @@ from ms_varlen.diagnose.bench.contenders import (  # noqa: E402
 from ms_varlen.diagnose.bench.process import Answer, Reply, peak_rss_mb  # noqa: E402
 from ms_varlen.errors import RecipeError  # noqa: E402
 from ms_varlen.graph.shapes import round_up  # noqa: E402
+from ms_varlen.limits import IGNORE_INDEX  # noqa: E402
 from ms_varlen.models.config import DecoderConfig  # noqa: E402
 from ms_varlen.recipe.recipe import Recipe, parse_recipe  # noqa: E402
 from ms_varlen.train.step import AccumulateGradients, ApplyGradients  # noqa: E402

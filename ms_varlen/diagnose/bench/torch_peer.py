@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from ms_varlen.batches.layout import IGNORE_INDEX
 from ms_varlen.diagnose.bench.contenders import Sample, bench_workload, num_targets, samples_of, step_parts
 from ms_varlen.diagnose.bench.process import Answer, Reply, peak_rss_mb
+from ms_varlen.limits import IGNORE_INDEX
 from ms_varlen.models.config import DecoderConfig
 from ms_varlen.models.hugging_face import hugging_face_config
 from ms_varlen.recipe.recipe import parse_recipe

@@ -1,6 +1,5 @@
 """One of our own contenders in its process, and the machine's matrix-product rate in another; see `bench_process`."""
 
-import math
 import os
 import time
 from collections.abc import Mapping
@@ -12,8 +11,8 @@ import numpy as np
 from mindspore import Tensor, ops
 from safetensors.numpy import save_file
 
-from ms_varlen.batches.dataset import Columns, MicroBatches, MicroBatchLoader
-from ms_varlen.batches.layout import IGNORE_INDEX
+from ms_varlen.batches.dataset import MicroBatches, MicroBatchLoader
+from ms_varlen.batches.micro_batch import Columns, MicroBatch
 from ms_varlen.diagnose.bench.contenders import (
     EQUAL,
     MAIN,
@@ -89,11 +88,11 @@ class OwnContender:
 
     def step(self, index: int, rate: float) -> Reply:
         """Train on a step, its micro-batches at hand: seconds, loss per token, and what was computed."""
-        micro_batches = [self.batches.columns(ids) for ids in self.parts[index]]
-        supervised = sum(_supervised(columns) for columns in micro_batches)
+        micro_batches = [self.batches.micro_batch(ids) for ids in self.parts[index]]
+        supervised = sum(micro_batch.supervised for micro_batch in micro_batches)
         graphs_before = self.graphs.counts()["train"]
         begin = time.perf_counter()
-        loss = self._train(micro_batches, supervised, rate)
+        loss = self._train(micro_batches, rate)
         seconds = time.perf_counter() - begin
         tokens = int(sum(columns["input_ids"].size for columns in micro_batches))
         return {
@@ -105,7 +104,7 @@ class OwnContender:
             "compiled": self.graphs.counts()["train"] - graphs_before,
         }
 
-    def _squared_tokens(self, columns: Columns) -> int:
+    def _squared_tokens(self, columns: MicroBatch) -> int:
         """What attention's work grows with: squares of causal segments; a dense mask computes the other half too."""
         if self.graphs.attention.name == DENSE_PACKS:
             return 2 * columns["input_ids"].size ** 2
@@ -113,16 +112,13 @@ class OwnContender:
 
     def middle_step(self) -> Reply:
         """Train on the first micro-batch of `middle_step`, at a rate of 0: seconds, and T."""
-        columns = self.batches.columns(self.parts[self.middle][0])
+        columns = self.batches.micro_batch(self.parts[self.middle][0])
         begin = time.perf_counter()
-        self._train([columns], _supervised(columns), 0.0)
+        self._train([columns], 0.0)
         return {"seconds": time.perf_counter() - begin, "tokens": columns["input_ids"].size}
 
-    def _train(self, micro_batches: list[Columns], supervised: int, rate: float) -> float:
-        loss_sums = [self.graphs.accumulate(columns) for columns in micro_batches]
-        loss_sum = math.fsum(float(value.asnumpy()) for value in loss_sums)
-        self.graphs.apply(rate, supervised, loss_sum)
-        return loss_sum / supervised
+    def _train(self, micro_batches: list[MicroBatch], rate: float) -> float:
+        return self.graphs.step(micro_batches, rate).accumulated.loss
 
     def stream(self, steps: int) -> Reply:
         """Train on steps one after another from the data set, as training does; the share of time that it waits."""
@@ -133,7 +129,7 @@ class OwnContender:
             waiting = time.perf_counter()
             columns = [next(micro_batches) for _ in step]
             waits.append(time.perf_counter() - waiting)
-            self._train(columns, sum(map(_supervised, columns)), 0.0)
+            self._train(columns, 0.0)
         # The first wait is that for the data set to start, once in a run.
         return {"data_wait_share": sum(waits[1:]) / (time.perf_counter() - begin - waits[0])}
 
@@ -189,10 +185,6 @@ def drop_from_cache(folder: Path) -> int:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             size += os.fstat(file.fileno()).st_size
     return size
-
-
-def _supervised(columns: Columns) -> int:
-    return int((columns["labels"] != IGNORE_INDEX).sum())
 
 
 def start(settings: dict[str, Any]) -> dict[str, Answer]:

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ms_varlen.batches.dataset import Columns, MicroBatches
-from ms_varlen.batches.layout import check_micro_batch
+from ms_varlen.batches.check import check_micro_batch
+from ms_varlen.batches.dataset import MicroBatches
+from ms_varlen.batches.micro_batch import MicroBatch
 from ms_varlen.checkpoint.resume import RECIPE_FILE
 from ms_varlen.data.store.store import Progress
 from ms_varlen.diagnose.doctor.checkpoint import checkpoint_checks
@@ -22,6 +23,7 @@ from ms_varlen.diagnose.lint.columns import Finding
 from ms_varlen.diagnose.lint.lint import lint_batch
 from ms_varlen.errors import RecipeError, VarlenError
 from ms_varlen.files import folder_fault
+from ms_varlen.limits import MAX_SEGMENTS
 from ms_varlen.modes import Mode
 from ms_varlen.ops.compressed_mask import check_compressed_mask
 from ms_varlen.recipe.recipe import Recipe, load_recipe
@@ -38,8 +40,6 @@ COARSE = {Mode.VARLEN: 0.15, Mode.PACKED: 0.15, Mode.BUCKETED: 0.3}
 UNEVEN = 0.05
 MOSTLY = 0.5
 """The share of micro-batches, or of documents, from which on something is the rule."""
-MOST_SEGMENTS = 1024
-"""The largest `batch.max_segments`."""
 CODES_OF_KEYS = {
     "model.max_position_embeddings": "SHAPE-POSITIONS",
     "shapes.row_buckets": "SHAPE-BUCKET",
@@ -200,7 +200,7 @@ def batch_checks(workload: Workload, limit: int | None) -> Iterator[Check]:
     for index in range(looked_at):
         ids = plan.micro_batch(*divmod(index, workload.recipe.batch.micro_batches))
         try:
-            finding = _batch_finding(workload, ids, batches.columns(ids))
+            finding = _batch_finding(workload, ids, batches.micro_batch(ids))
         except VarlenError as error:
             yield Check("batches", RED, f"micro-batch {index} (sample ids {ids[:4].tolist()}...): {error}", error.code)
             return
@@ -210,7 +210,7 @@ def batch_checks(workload: Workload, limit: int | None) -> Iterator[Check]:
     yield Check("batches", GREEN, f"{looked_at:,} of {count:,} micro-batches hold what their lengths say")
 
 
-def _batch_finding(workload: Workload, ids: np.ndarray, columns: Columns) -> Finding | None:
+def _batch_finding(workload: Workload, ids: np.ndarray, columns: MicroBatch) -> Finding | None:
     """What the linter finds in a micro-batch, told which places are real.
 
     Raises:
@@ -275,8 +275,8 @@ def segments_bound(workload: Workload) -> Check | None:
     if full.mean() <= MOSTLY or tokens[full].mean() > (1 - COARSE[workload.recipe.mode]) * batch.size:
         return None
     needed = int(np.ceil(batch.max_segments * batch.size / tokens[full].mean()))
-    raised = min(needed, MOST_SEGMENTS)
-    lower = "" if needed <= MOST_SEGMENTS else ", and lower batch.token_budget, since that is the largest"
+    raised = min(needed, MAX_SEGMENTS)
+    lower = "" if needed <= MAX_SEGMENTS else ", and lower batch.token_budget, since that is the largest"
     more = f"raise batch.max_segments to {raised}{lower}" if raised > batch.max_segments else "lower batch.token_budget"
     return Check(
         "plan",
@@ -289,7 +289,7 @@ def segments_bound(workload: Workload) -> Check | None:
 
 def ascend_checks(recipe: Recipe) -> Iterator[Check]:
     """The documented limits of FlashAttentionScore in TND, and its compressed mask; see `ops.ascend_attention`."""
-    from ms_varlen.ops.ascend_attention import MAX_SEGMENTS, ascend_faults
+    from ms_varlen.ops.ascend_attention import ascend_faults
 
     config = recipe.model.config
     faults = ascend_faults(config.num_attention_heads, config.num_key_value_heads, config.head_dim, "bfloat16")

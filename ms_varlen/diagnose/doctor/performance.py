@@ -102,20 +102,15 @@ def measure(workload: Workload) -> Timing:
 def _step(graphs: TrainingGraphs, batches: MicroBatches, parts: list[np.ndarray]) -> tuple[float, float]:
     """Seconds of one step, and of them for making its batches (which training does beside the step)."""
     begin = time.perf_counter()
-    waited, loss, supervised = 0.0, 0.0, 0
-    for ids in parts:
-        start = time.perf_counter()
-        columns = batches.columns(ids)
-        waited += time.perf_counter() - start
-        loss += float(graphs.accumulate(columns).asnumpy())
-        supervised += int((columns["labels"] >= 0).sum())
-    graphs.apply(0.0, max(supervised, 1), loss)
+    micro_batches = [batches.micro_batch(ids) for ids in parts]
+    waited = time.perf_counter() - begin
+    graphs.step(micro_batches, 0.0)
     return time.perf_counter() - begin, waited
 
 
 def _static_share(workload: Workload, graphs: TrainingGraphs, batches: MicroBatches, target: str) -> float:
     """Seconds of one micro-batch by a static graph of its size, over those of the recipe's graph, in turns."""
-    columns = batches.columns(workload.plans.epoch(0).micro_batch(0, 0))
+    columns = batches.micro_batch(workload.plans.epoch(0).micro_batch(0, 0))
     size, divisor = columns["input_ids"].size, workload.shapes.divisor
     shapes = TokenShapes("static", size, size, divisor, workload.shapes.max_segments)
     layout = dataclasses.replace(workload.layout, shapes=shapes)

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from ms_varlen.batches.dataset import Columns, MicroBatches
-from ms_varlen.batches.layout import IGNORE_INDEX
+from ms_varlen.batches.dataset import MicroBatches
+from ms_varlen.batches.micro_batch import MicroBatch
 from ms_varlen.diagnose.doctor.findings import GREEN, RED, Check
+from ms_varlen.limits import IGNORE_INDEX
 from ms_varlen.train.device import set_up_device
-from ms_varlen.train.graphs import TrainingGraphs, compile_graphs
+from ms_varlen.train.graphs import Accumulated, TrainingGraphs, compile_graphs
 from ms_varlen.workload.workload import Workload
 
 AREA = "probe"
@@ -29,9 +30,8 @@ def probe_checks(workload: Workload) -> Iterator[Check]:
         yield Check(AREA, RED, f"compile: {_first_line(error)}", getattr(error, "code", None) or "SHAPE-RANGE")
         return
     yield Check(AREA, GREEN, f"compiled {sum(graphs.counts().values())} of {graphs.predicted} graphs predicted")
-    columns, real = _largest_micro_batch(workload, graphs)
-    supervised = int((columns["labels"] != IGNORE_INDEX).sum())
-    stages: dict[str, Callable[[TrainingGraphs, Columns, int], Check]] = {
+    micro_batch, real = _largest_micro_batch(workload, graphs)
+    stages: dict[str, Callable[[TrainingGraphs, MicroBatch], Check]] = {
         "forward": _forward,
         "backward": _backward,
         "padding": functools.partial(_padding, real=real),
@@ -39,7 +39,7 @@ def probe_checks(workload: Workload) -> Iterator[Check]:
     }
     for name, stage in stages.items():
         try:
-            check = stage(graphs, columns, supervised)
+            check = stage(graphs, micro_batch)
         except (RuntimeError, ValueError) as error:
             check = Check(AREA, RED, f"{name}: {_first_line(error)}", getattr(error, "code", None) or "LOSS-NAN")
         yield check
@@ -52,19 +52,19 @@ def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip(" -")), type(error).__name__)
 
 
-def _largest_micro_batch(workload: Workload, graphs: TrainingGraphs) -> tuple[Columns, np.ndarray]:
+def _largest_micro_batch(workload: Workload, graphs: TrainingGraphs) -> tuple[MicroBatch, np.ndarray]:
     """The micro-batch of the first step with the most padding, and which of its places are real: [T] bool."""
     batches = MicroBatches(workload.store.train, workload.layout, workload.store.pad_id, graphs.attention.columns)
     lengths, plan = np.asarray(workload.store.train.lengths), workload.plans.epoch(0)
     parts = [plan.micro_batch(0, index) for index in range(workload.recipe.batch.micro_batches)]
     real = [workload.layout.place(lengths[ids]).real_mask for ids in parts]
     most = int(np.argmax([(~mask).sum() for mask in real]))
-    return batches.columns(parts[most]), real[most]
+    return batches.micro_batch(parts[most]), real[most]
 
 
-def _forward(graphs: TrainingGraphs, columns: Columns, supervised: int) -> Check:
-    loss = float(graphs.accumulate(columns).asnumpy()) / max(supervised, 1)
-    if supervised == 0:
+def _forward(graphs: TrainingGraphs, micro_batch: MicroBatch) -> Check:
+    loss = graphs.accumulate_all([micro_batch]).loss
+    if micro_batch.supervised == 0:
         return Check(AREA, RED, "forward: a micro-batch must have a supervised token, got none; see data", "LABEL-NONE")
     if not math.isfinite(loss):
         return Check(
@@ -73,7 +73,7 @@ def _forward(graphs: TrainingGraphs, columns: Columns, supervised: int) -> Check
     return Check(AREA, GREEN, f"forward: loss {loss:.4f} per supervised token")
 
 
-def _backward(graphs: TrainingGraphs, columns: Columns, supervised: int) -> Check:
+def _backward(graphs: TrainingGraphs, micro_batch: MicroBatch) -> Check:
     bad = [name for name, gradient in graphs.gradients().items() if not np.isfinite(gradient).all()]
     if bad:
         return Check(
@@ -85,16 +85,16 @@ def _backward(graphs: TrainingGraphs, columns: Columns, supervised: int) -> Chec
     return Check(AREA, GREEN, "backward: all gradients are finite")
 
 
-def _padding(graphs: TrainingGraphs, columns: Columns, supervised: int, real: np.ndarray) -> Check:
+def _padding(graphs: TrainingGraphs, micro_batch: MicroBatch, real: np.ndarray) -> Check:
     """Other ids in the padding must change no bit of any gradient: padding is computed, and counts for nothing."""
     pads = int(real.size - real.sum())
     if pads == 0:
         return Check(AREA, GREEN, "padding: none in this micro-batch")
     before = graphs.gradients()
     graphs.clear_gradients()
-    ids = columns["input_ids"].copy()
+    ids = micro_batch["input_ids"].copy()
     ids[~real] = np.where(ids[~real] == 1, 0, 1)
-    graphs.accumulate({**columns, "input_ids": ids})
+    graphs.accumulate(micro_batch | {"input_ids": ids})
     after = graphs.gradients()
     moved = [name for name in before if not np.array_equal(before[name], after[name])]
     if moved:
@@ -108,9 +108,9 @@ def _padding(graphs: TrainingGraphs, columns: Columns, supervised: int, real: np
     return Check(AREA, GREEN, f"padding: {pads} padded places have no gradient, to the last bit")
 
 
-def _apply(graphs: TrainingGraphs, columns: Columns, supervised: int) -> Check:
+def _apply(graphs: TrainingGraphs, micro_batch: MicroBatch) -> Check:
     before = graphs.model_weights()
-    norm, applied = graphs.apply(1e-3, supervised, 0.0)
+    norm, applied = graphs.apply(1e-3, Accumulated(np.zeros(1), micro_batch.supervised))
     if not applied:
         return Check(
             AREA, RED, f"apply: the gradient's norm must be finite, got {norm}; lower the learning rate", "LOSS-NAN"

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ms_varlen.batches.layout import IGNORE_INDEX
 from ms_varlen.errors import DataError
+from ms_varlen.limits import IGNORE_INDEX
 
 Segments = list[tuple[int, int]]
 """(start, end) of each sample of a row, padding left out."""

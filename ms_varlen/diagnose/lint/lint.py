@@ -22,9 +22,9 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from ms_varlen.batches.layout import IGNORE_INDEX
 from ms_varlen.diagnose.lint.columns import Finding, Rows, Segments, read_rows
 from ms_varlen.diagnose.lint.lengths import read_lengths
+from ms_varlen.limits import IGNORE_INDEX
 
 MOSTLY = 0.5
 """Labels are shifted twice where more than this share of them is the second token ahead."""
