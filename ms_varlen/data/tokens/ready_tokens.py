@@ -180,8 +180,8 @@ def _of_labels(ids: np.ndarray, labels: np.ndarray, where: str) -> np.ndarray:
     if _are_shifted(ids, labels).all():
         raise DataError(
             f"field 'labels' must name each token's own id or {IGNORE_INDEX}, got labels that are shifted already "
-            f"(labels[{place}] is {labels[place]} where input_ids[{place}] is {ids[place]}), in {where}; they would be shifted "
-            "twice: set data.labels_shifted=true"
+            f"(labels[{place}] is {labels[place]} where input_ids[{place}] is {ids[place]}), in {where}; they would "
+            "be shifted twice: set data.labels_shifted=true"
         )
     raise _wrong("labels", place, labels, f"input_ids[{place}] ({ids[place]}) or {IGNORE_INDEX}", where)
 
