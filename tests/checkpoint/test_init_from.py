@@ -14,25 +14,14 @@ from ms_varlen.train.graphs import TrainingGraphs
 from ms_varlen.train.loop import perplexity
 from ms_varlen.train.run import train
 from ms_varlen.workload.workload import prepare
-from tests.support.tiny_recipe import TINY
+from tests.support.tiny_recipe import tiny_recipe, write_corpus
 
 
 @pytest.fixture(scope="module")
 def recipe_values(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
-    texts = [f"{i} sheep, " * (1 + i % 5) for i in range(40)]
-    (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return {
-        **TINY,
-        "data": {
-            "source": str(folder / "corpus.jsonl"),
-            "tokenizer": "bytes",
-            "eval_fraction": 0.3,
-            "store_dir": str(folder / "stores"),
-        },
-        "train": {"steps": 2, "learning_rate": 0.01, "eval_every": 1},
-        "checkpoint": {"output_dir": str(folder / "output")},
-    }
+    write_corpus(folder, [f"{i} sheep, " * (1 + i % 5) for i in range(40)])
+    return tiny_recipe(folder, data={"eval_fraction": 0.3}, train={"steps": 2, "eval_every": 1})
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from ms_varlen.errors import CheckpointError
 from ms_varlen.recipe.recipe import parse_recipe
 from ms_varlen.train.run import train
 from ms_varlen.workload.workload import prepare
-from tests.support.tiny_recipe import TINY
+from tests.support.tiny_recipe import tiny_recipe
 
 STEPS = 6
 
@@ -30,12 +30,12 @@ def write(path, shift=0, unsupervised=1):
 
 def recipe_on(corpus, output, steps, store_dir):
     return parse_recipe(
-        {
-            **TINY,
-            "data": {"source": str(corpus), "tokenizer": "bytes", "eval_fraction": 0.0, "store_dir": str(store_dir)},
-            "train": {"steps": steps, "learning_rate": 0.01, "schedule": "constant"},
-            "checkpoint": {"output_dir": str(output)},
-        }
+        tiny_recipe(
+            output.parent,
+            data={"source": str(corpus), "eval_fraction": 0.0, "store_dir": str(store_dir)},
+            train={"steps": steps, "schedule": "constant"},
+            checkpoint={"output_dir": str(output)},
+        )
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 from ms_varlen.graph.compile_cache import MARKER
 from tests.support import cli_run
 from tests.support.cli_run import arrays, checkpoints, metrics, ms_varlen
+from tests.support.tiny_recipe import write_corpus, write_recipe
 
 ONE_OF_EACH = {"train": 1, "apply": 1, "eval": 1}
 
@@ -203,10 +204,8 @@ def test_folder_that_cannot_be_made_is_an_error_without_traceback(tiny, tmp_path
 
 @pytest.fixture
 def corpus_with_a_bad_line(tmp_path):
-    recipe, corpus = tmp_path / "bad.yaml", tmp_path / "corpus.jsonl"
-    corpus.write_text('{"text": "good"}\n{"text": 5}\n')
-    recipe.write_text(cli_run.RECIPE.format(corpus=corpus, folder=tmp_path))
-    return str(recipe)
+    write_corpus(tmp_path, ["good", 5])
+    return str(write_recipe(tmp_path))
 
 
 def test_error_has_a_traceback_only_with_debug(corpus_with_a_bad_line, tmp_path):
@@ -223,12 +222,9 @@ def test_error_has_a_traceback_only_with_debug(corpus_with_a_bad_line, tmp_path)
 
 
 def test_plan_prints_one_json_object(tmp_path):
-    recipe, corpus = tmp_path / "tiny.yaml", tmp_path / "corpus.jsonl"
-    corpus.write_text("".join(json.dumps({"text": f"{number} " + "a" * number}) + "\n" for number in range(40)))
-    recipe.write_text(cli_run.RECIPE.format(corpus=corpus, folder=tmp_path))
-    done = succeeded(
-        ms_varlen(tmp_path, "plan", str(recipe), "data.eval_fraction=0", "train.eval_every=null", "--json")
-    )
+    write_corpus(tmp_path, [f"{number} " + "a" * number for number in range(40)])
+    recipe = write_recipe(tmp_path, data={"eval_fraction": 0})
+    done = succeeded(ms_varlen(tmp_path, "plan", str(recipe), "--json"))
     plan = strict_json(done.stdout)
     # Each text has two or three bytes before its letters, and an end-of-text after them.
     real = sum(len(f"{number} ") + number + 1 for number in range(40))

@@ -14,6 +14,7 @@ from ms_varlen.data.store.store import prepare_store
 from ms_varlen.errors import DataError, RecipeError
 from ms_varlen.recipe.recipe import parse_recipe
 from ms_varlen.workload.workload import prepare
+from tests.support.tiny_recipe import tiny_recipe
 
 GOOD = [{"text": f"text {n}"} for n in range(8)]
 
@@ -187,21 +188,8 @@ def test_a_wrong_data_set_is_named_and_leaves_nothing(tmp_path, monkeypatch, nam
 
 
 def test_a_tokenizer_larger_than_the_models_vocabulary_is_named(tmp_path):
-    recipe = parse_recipe(
-        {
-            "mode": "varlen",
-            "data": config(written(tmp_path / "a.jsonl", GOOD)).model_dump(),
-            "batch": {"token_budget": 64},
-            "shapes": {"kind": "range", "divisor": 16},
-            "model": {
-                "config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 257},
-                "variable_seq_lengths": True,
-                "seq_length": 64,
-                "max_position_embeddings": 64,
-            },
-            "train": {"steps": 1, "learning_rate": 0.01},
-            "checkpoint": {"output_dir": str(tmp_path / "output")},
-        }
-    )
+    written(tmp_path / "corpus.jsonl", GOOD)
+    config = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 257}
+    recipe = parse_recipe(tiny_recipe(tmp_path, model={"config": config}))
     with pytest.raises(RecipeError, match=r"model.config.vocab_size must be >= the tokenizer's size \(258\), got 257"):
         prepare(recipe)

@@ -36,6 +36,7 @@ from ms_varlen.errors import RecipeError
 from ms_varlen.planning.cost import CostModel
 from ms_varlen.recipe.recipe import parse_recipe
 from ms_varlen.train.schedule import learning_rate
+from tests.support.tiny_recipe import tiny_recipe
 
 LOSS_TOLERANCE = 1e-5
 """fp32, two layouts of the same samples, two steps of a tiny model."""
@@ -44,27 +45,12 @@ LOSS_TOLERANCE = 1e-5
 @pytest.fixture(scope="module")
 def values(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
-    return {
-        "mode": "varlen",
-        "data": {
-            "source": "lognormal(median=12, p99=60, samples=60, seed=1)",
-            "tokenizer": "bytes",
-            "overlong": "truncate",
-            "eval_fraction": 0.1,
-            "store_dir": str(folder / "stores"),
-        },
-        "batch": {"token_budget": 256, "max_segments": 6},
-        "shapes": {"kind": "range", "divisor": 16},
-        "model": {
-            "config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
-            "variable_seq_lengths": True,
-            "seq_length": 64,
-            "max_position_embeddings": 64,
-        },
-        "train": {"steps": 4, "learning_rate": 0.01, "eval_every": 2},
-        "graph": {"mode": "pynative"},
-        "checkpoint": {"output_dir": str(folder / "output")},
-    }
+    return tiny_recipe(
+        folder,
+        data={"source": "lognormal(median=12, p99=60, samples=60, seed=1)", "overlong": "truncate"},
+        batch={"token_budget": 256, "max_segments": 6},
+        train={"eval_every": 2},
+    )
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,10 @@ from tests.support.detection import (
     FILE_FAULTS,
     RECIPE_FAULTS,
     detection_rate,
+    detection_recipe,
     find,
     find_in_files,
     find_in_recipe,
-    write_recipe,
 )
 from tests.support.planted import FAULTS, plant
 from tests.support.rank_faults import RANK_FAULTS, find_between_ranks, find_on_device
@@ -48,7 +48,7 @@ REACHING = [fault for fault in FAULTS if fault.found_by == "align" and fault.nam
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
-    return write_recipe(tmp_path_factory.mktemp("bisect"))
+    return detection_recipe(tmp_path_factory.mktemp("bisect"))
 
 
 @pytest.mark.parametrize("fault", CHECKED, ids=lambda fault: fault.name)

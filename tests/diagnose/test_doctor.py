@@ -14,37 +14,19 @@ from ms_varlen.diagnose.doctor.doctor import examine
 from ms_varlen.diagnose.doctor.environment import cann_check, package_checks, python_check
 from ms_varlen.diagnose.doctor.performance import causes
 from tests.support.planted import plant
-
-RECIPE = """
-mode: varlen
-data: {{source: {corpus}, tokenizer: bytes, eval_fraction: 0.1, store_dir: {folder}/stores}}
-batch: {{token_budget: 256}}
-shapes: {{kind: range, divisor: 16}}
-model:
-  config: {{architecture: llama, hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2}}
-  variable_seq_lengths: true
-  seq_length: 64
-  max_position_embeddings: 64
-train: {{steps: 4, learning_rate: 1e-2}}
-graph: {{mode: pynative}}
-checkpoint: {{output_dir: {folder}/output}}
-"""
+from tests.support.tiny_recipe import numbered, write_corpus, write_recipe
 
 
-def write_recipe(folder, lengths):
-    rng = random.Random(0)
-    texts = [f"{number} " + "".join(rng.choices("abcdefgh", k=length)) for number, length in enumerate(lengths)]
-    corpus, recipe = folder / "corpus.jsonl", folder / "recipe.yaml"
-    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    recipe.write_text(RECIPE.format(corpus=corpus, folder=folder))
-    return recipe
+def doctor_recipe(folder, lengths):
+    write_corpus(folder, numbered(random.Random(0), lengths, "abcdefgh"))
+    return write_recipe(folder, batch={"token_budget": 256})
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     rng = random.Random(1)
     lengths = [min(int(rng.lognormvariate(2.3, 0.8)) + 3, 56) for _ in range(120)]
-    return write_recipe(tmp_path_factory.mktemp("doctor"), lengths)
+    return doctor_recipe(tmp_path_factory.mktemp("doctor"), lengths)
 
 
 def test_a_healthy_recipe_is_green_to_the_last_probe(recipe):
@@ -81,9 +63,9 @@ def test_the_limits_of_an_npu_are_checked_on_any_machine(recipe):
 
 
 def test_an_extreme_tail_and_equal_lengths_are_named(tmp_path):
-    equal = write_recipe(tmp_path, [20] * 60)
+    equal = doctor_recipe(tmp_path, [20] * 60)
     assert examine(equal, probe=False)["codes"] == ["PERF-SPREAD"]
-    tail = write_recipe(tmp_path, [5] * 300 + [600])
+    tail = doctor_recipe(tmp_path, [5] * 300 + [600])
     result = examine(
         tail, ["model.seq_length=640", "model.max_position_embeddings=640", "batch.token_budget=640"], probe=False
     )
@@ -91,7 +73,7 @@ def test_an_extreme_tail_and_equal_lengths_are_named(tmp_path):
 
 
 def test_documents_that_are_mostly_split_are_named(tmp_path):
-    recipe = write_recipe(tmp_path, [150, 180, 200] * 20)
+    recipe = doctor_recipe(tmp_path, [150, 180, 200] * 20)
     result = examine(recipe, probe=False)
     assert "DATA-TAIL" in result["codes"]
     assert "most documents must fit model.seq_length (64)" in str(result["checks"])
@@ -184,7 +166,7 @@ def trained(tmp_path_factory):
     from ms_varlen.train.run import train
 
     folder = tmp_path_factory.mktemp("trained")
-    recipe = write_recipe(folder, [9, 12, 30, 41, 7] * 12)
+    recipe = doctor_recipe(folder, [9, 12, 30, 41, 7] * 12)
     train(load_recipe(recipe, []), lambda _: None)
     return recipe, folder / "output" / "varlen"
 

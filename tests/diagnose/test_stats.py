@@ -16,6 +16,7 @@ from ms_varlen.diagnose.advise.stats import corpus_stats, cpu_body, document_len
 from ms_varlen.recipe.recipe import load_recipe
 from ms_varlen.workload.workload import prepare
 from tests.support.page import Page
+from tests.support.tiny_recipe import write_corpus
 
 LENGTHS = [5, 40, 7, 64, 65, 130, 20, 300, 12, 9]  # tokens of documents, end-of-text included
 
@@ -47,8 +48,7 @@ def texts_of(lengths):
 
 
 def written_corpus(folder, lengths):
-    lines = [json.dumps({"text": text}) + "\n" for text in texts_of(lengths)]
-    (folder / "corpus.jsonl").write_text("".join(lines))
+    write_corpus(folder, texts_of(lengths))
     return folder
 
 

@@ -1,8 +1,8 @@
 """`ms-varlen` in child processes, for test_resume.py and test_cli.py: a tiny recipe, its runs, and faults in them.
 
-As a script it is a server that imports MindSpore once and forks for every command, which saves most of a small run's
-time. Each line on stdin is `{"command": ["train", "tiny.yaml"], "faults": [{"kind": "kill_in_step", "step": 2}]}`; each
-line on stdout says what became of it: `status` (minus the signal's number after a kill), `stdout` and `stderr`.
+As a script this file is a server that imports MindSpore once and forks for every command, which saves most of a small
+run's time. Each line on stdin is `{"command": ["train", "recipe.yaml"], "faults": [{"kind": "kill_in_step", "step":
+2}]}`; each line on stdout is the result: `status` (minus the signal's number after a kill), `stdout` and `stderr`.
 """
 
 import atexit
@@ -27,27 +27,15 @@ from safetensors.numpy import load_file
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # it also runs as a program, which imports its neighbours
 
+from tests.support.tiny_recipe import numbered, write_corpus, write_recipe  # noqa: E402
+
 PROGRAM = Path(sys.executable).with_name("ms-varlen")
 TIMES = {"step_ms", "data_ms"}
-
-RECIPE = """
-mode: varlen
-data: {{source: {corpus}, tokenizer: bytes, eval_fraction: 0.1}}
-batch: {{token_budget: 256, micro_batches: 2}}
-shapes: {{kind: range, divisor: 32}}
-model:
-  config: {{architecture: llama, hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2}}
-  variable_seq_lengths: true
-  seq_length: 64
-  max_position_embeddings: 64
-train: {{steps: 12, learning_rate: 1e-2, warmup_steps: 2, schedule: constant, eval_every: 3}}
-checkpoint: {{output_dir: {folder}/output, every: 3}}
-"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiny:
-    """The recipe of the smallest decoder, its first run, which compiled all graphs, and a server for further ones.
+    """The recipe of a tiny decoder, its first run, which compiled all graphs, and a server for further runs.
 
     Attributes:
         recipe: path of the recipe: 12 steps of two micro-batches, 4 steps an epoch.
@@ -70,28 +58,35 @@ class Tiny:
 
 @functools.cache
 def first_run(base):
-    """The recipe, its corpus of short and long documents, and its first run, below `base`; once for all modules."""
+    """Write the recipe and a corpus of short and long documents below `base` and run it, once for all modules."""
     folder = base / "tiny"
     folder.mkdir()
     rng = random.Random(1)
     lengths = [min(int(rng.lognormvariate(3, 0.9)) + 3, 150) for _ in range(60)]
-    texts = [f"{number} " + "".join(rng.choices("abcdefgh ", k=length)) for number, length in enumerate(lengths)]
-    corpus, recipe = folder / "corpus.jsonl", folder / "tiny.yaml"
-    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    recipe.write_text(RECIPE.format(corpus=corpus, folder=folder))
+    write_corpus(folder, numbered(rng, lengths))
+    recipe = write_recipe(
+        folder,
+        data={"store_dir": None},
+        batch={"token_budget": 256, "micro_batches": 2},
+        shapes={"divisor": 32},
+        model={"config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}},
+        train={"steps": 12, "warmup_steps": 2, "schedule": "constant", "eval_every": 3},
+        graph={"mode": "graph"},
+        checkpoint={"every": 3},
+    )
     done = ms_varlen(folder / "cache", "train", str(recipe), "--json")
     assert done.returncode == 0, done.stderr
     return Tiny(str(recipe), folder / "cache", folder / "output" / "varlen", done, Server(folder / "cache"))
 
 
 def environment(cache):
-    """Variables of a child whose token stores and graphs are kept below `cache`."""
+    """Return the variables of a child that keeps token stores and graphs below `cache`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("MS_COMPILER_CACHE", "GLOG"))}
     return {**kept, "XDG_CACHE_HOME": str(cache), "COLUMNS": "200"}
 
 
 def ms_varlen(cache, *arguments):
-    """The installed program, in a process of its own."""
+    """Run the installed program."""
     return subprocess.run(
         [PROGRAM, *arguments], capture_output=True, text=True, check=False, timeout=300, env=environment(cache)
     )
@@ -105,7 +100,7 @@ class Server:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(cache)
         )
-        atexit.register(self._process.communicate)  # the end of its stdin is the server's
+        atexit.register(self._process.communicate)  # the server exits when its stdin ends
 
     def __call__(self, *command, faults=()):
         request = json.dumps({"command": command, "faults": faults})
@@ -116,7 +111,7 @@ class Server:
 
 
 def metrics(folder):
-    """The lines of a run's metrics.jsonl, times apart."""
+    """Return the lines of a run's metrics.jsonl without times."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in lines]
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 import random
 import time
 from pathlib import Path
@@ -19,32 +18,22 @@ from ms_varlen.recipe.recipe import load_recipe
 from ms_varlen.train.run import train
 from ms_varlen.workload.workload import prepare
 from tests.support.planted import Fault, changed_columns
-
-RECIPE = """
-mode: varlen
-data: {{source: {corpus}, tokenizer: bytes, eval_fraction: 0, store_dir: {folder}/stores}}
-batch: {{token_budget: 256}}
-shapes: {{kind: range, divisor: 16}}
-model:
-  config: {{architecture: llama, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2}}
-  variable_seq_lengths: true
-  seq_length: 64
-  max_position_embeddings: 64
-train: {{steps: 2, learning_rate: 1e-2}}
-graph: {{mode: pynative}}
-checkpoint: {{output_dir: {folder}/output, resume: never}}
-"""
+from tests.support.tiny_recipe import numbered, write_corpus, write_recipe
 
 
-def write_recipe(folder: Path) -> Path:
-    """A tiny recipe with a corpus of its own."""
+def detection_recipe(folder: Path) -> Path:
+    """Write a recipe of two layers and its corpus of short documents; return its path."""
     rng = random.Random(1)
     lengths = [min(int(rng.lognormvariate(2.6, 0.7)) + 3, 56) for _ in range(60)]
-    texts = [f"{number} " + "".join(rng.choices("abcdefgh ", k=length)) for number, length in enumerate(lengths)]
-    corpus, recipe = folder / "corpus.jsonl", folder / "recipe.yaml"
-    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    recipe.write_text(RECIPE.format(corpus=corpus, folder=folder))
-    return recipe
+    write_corpus(folder, numbered(rng, lengths))
+    return write_recipe(
+        folder,
+        data={"eval_fraction": 0},
+        batch={"token_budget": 256},
+        model={"config": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}},
+        train={"steps": 2},
+        checkpoint={"resume": "never"},
+    )
 
 
 def find(fault: Fault | None, recipe: Path) -> tuple[str, str | None, float]:

@@ -1,6 +1,6 @@
-"""What test_ranks.py has the workers of an msrun do: `ranks_run.py FOLDER SCENARIO ...`, one after another.
+"""Scenarios that test_ranks.py runs on the ranks of one msrun: `ranks_run.py FOLDER SCENARIO ...`.
 
-Each rank writes what came of each scenario, a value or an error and its seconds, to `outcomes_<rank>.json`.
+Each rank writes a value or an error, and the seconds, of each scenario to `outcomes_<rank>.json`.
 """
 
 import contextlib
@@ -16,6 +16,10 @@ from unittest import mock
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # msrun starts this file as a program
+
+from tests.support.tiny_recipe import tiny_recipe
+
 SCENARIOS = {}
 
 
@@ -25,34 +29,22 @@ def scenario(function):
 
 
 def write_corpus(path, lengths, seed=0):
-    """A corpus of documents of these lengths in tokens of the byte tokenizer, an end-of-text each."""
+    """Write documents of these lengths in tokens of the byte tokenizer, end-of-text included."""
     rng = random.Random(seed)
     lines = (json.dumps({"text": "".join(rng.choices("abcdefgh ", k=length - 1))}) + "\n" for length in lengths)
     path.write_text("".join(lines))
 
 
 def values(folder, name, corpus="corpus", **changes):
-    """A recipe in PyNative mode, as plain values; `changes` are ``section__key``."""
-    recipe = {
-        "mode": "varlen",
-        "data": {
-            "source": f"{folder}/{corpus}.jsonl",
-            "tokenizer": "bytes",
-            "eval_fraction": 0.2,
-            "store_dir": f"{folder}/stores",
-        },
-        "batch": {"token_budget": 64},
-        "shapes": {"kind": "range", "divisor": 16},
-        "model": {
-            "config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
-            "variable_seq_lengths": True,
-            "seq_length": 32,
-            "max_position_embeddings": 32,
-        },
-        "train": {"steps": 3, "learning_rate": 0.01, "schedule": "constant"},
-        "graph": {"mode": "pynative"},
-        "checkpoint": {"output_dir": f"{folder}/{name}", "every": 1, "keep": 9},
-    }
+    """Return the recipe as plain values; `changes` replace ``section__key``."""
+    recipe = tiny_recipe(
+        folder,
+        data={"source": f"{folder}/{corpus}.jsonl", "eval_fraction": 0.2},
+        batch={"token_budget": 64},
+        model={"seq_length": 32, "max_position_embeddings": 32},
+        train={"steps": 3, "schedule": "constant"},
+        checkpoint={"output_dir": f"{folder}/{name}", "every": 1, "keep": 9},
+    )
     for key, value in changes.items():
         section, _, key = key.rpartition("__")
         (recipe[section] if section else recipe)[key] = value
@@ -67,7 +59,7 @@ MODES = {
 
 
 def train(recipe):
-    """The summary of a run, and the lengths of the micro-batches of this rank."""
+    """Train; return the summary and the lengths of the micro-batches of this rank."""
     from ms_varlen.batches.dataset import MicroBatches
     from ms_varlen.recipe.recipe import parse_recipe
     from ms_varlen.train.run import train
@@ -85,7 +77,7 @@ def train(recipe):
 
 
 def served(change):
-    """A change of the columns of the micro-batches that this rank is served."""
+    """Change the columns of the micro-batches of this rank."""
     from ms_varlen.batches.dataset import MicroBatches
 
     original = MicroBatches.micro_batch
@@ -133,7 +125,7 @@ def other_mode(folder, rank):
 
 @scenario
 def other_samples(folder, rank):
-    """In its second step rank 1 is served a sample less than planned."""
+    """In step 2 rank 1 gets one sample less than planned."""
     calls = []
 
     def change(original, batches, ids):
@@ -146,7 +138,7 @@ def other_samples(folder, rank):
 
 @scenario
 def other_step(folder, rank):
-    """Rank 1 believes to be a step further."""
+    """Rank 1 is one step ahead."""
     from ms_varlen.train import loop
 
     original = loop.StepPlace
@@ -168,7 +160,8 @@ def error_on_one_rank(folder, rank):
 
 
 @scenario
-def silent_rank(folder, rank):  # rank 1 has no label in step 1, nobody has one in step 2
+def silent_rank(folder, rank):
+    """Rank 1 has no label in step 1, no rank has one in step 2."""
     calls = []
 
     def change(original, batches, ids):
@@ -199,7 +192,7 @@ def nan_on_one_rank(folder, rank):
 
 @scenario
 def drifted(folder, rank):
-    """A moment of rank 1 changes a little after step 2, when no weight has followed yet."""
+    """One moment of rank 1 changes a little after step 2, before any weight depends on it."""
     from mindspore import Tensor, ops
 
     from ms_varlen.train.graphs import TrainingGraphs
@@ -222,7 +215,7 @@ def drifted(folder, rank):
 
 @scenario
 def nan_gradient_of_one_rank(folder, rank):
-    """The second micro-batch of rank 1 has an infinite gradient and a finite loss, whenever it is computed."""
+    """The second micro-batch of rank 1 always has an infinite gradient and a finite loss."""
     from mindspore import Tensor, ops
 
     from ms_varlen.train.graphs import TrainingGraphs
@@ -244,7 +237,7 @@ def nan_gradient_of_one_rank(folder, rank):
 
 @scenario
 def stopped_before_the_first_step(folder, rank):
-    """Rank 1 gets a SIGTERM as soon as it has joined; then the run is started again."""
+    """Rank 1 gets a SIGTERM as soon as it has joined; then the run starts again."""
     from ms_varlen.ranks.stop import StopRequest
 
     original = StopRequest.listen
@@ -260,7 +253,8 @@ def stopped_before_the_first_step(folder, rank):
 
 
 @scenario
-def token_mean(folder, rank):  # 4 over 1 token and 6 over 3 is 2.5
+def token_mean(folder, rank):
+    """Loss sums 4 over 1 token and 6 over 3 tokens: the mean is 2.5."""
     import mindspore as ms
     from mindspore import Parameter, ParameterTuple, Tensor
 
@@ -315,7 +309,7 @@ def twelve_on_two(folder, rank):
 
 @scenario
 def elastic(folder, rank):
-    """Two ranks, then one in a process of its own, then two again, in one epoch."""
+    """Two ranks, then one process, then two ranks again, in one epoch."""
     from ms_varlen.ranks.collectives import gather_words
     from ms_varlen.ranks.exchange import connect
     from ms_varlen.ranks.join import Ranks

@@ -146,7 +146,7 @@ def test_changed_batch_plans_the_rest_of_the_epoch_anew(tiny, tmp_path, monkeypa
     old = ["graph.mode=pynative", "train.eval_every=null"]
     new = [*old, "batch.token_budget=128", "batch.micro_batches=2", "batch.max_segments=9", "shapes.kind=static"]
     before = planned(tiny, old)
-    remaining = np.setdiff1d(np.arange(before.order.size), before.trained_ids(2))
+    remaining = np.setdiff1d(np.arange(before.batches.order.size), before.trained_ids(2))
     rest = planned(tiny, new, remaining)
     assert rest.left_over.size > 0
 
@@ -159,7 +159,7 @@ def test_changed_batch_plans_the_rest_of_the_epoch_anew(tiny, tmp_path, monkeypa
     ) in " ".join(done.stderr.split())
     steps = [*(before.step_ids(step) for step in range(2)), *(rest.step_ids(step) for step in range(rest.num_steps))]
     assert [line["sample_ids_sha256"] for line in metrics(tmp_path / "varlen")] == [ids_hash(ids) for ids in steps]
-    assert sorted(np.concatenate([*steps, rest.left_over])) == list(range(before.order.size))
+    assert sorted(np.concatenate([*steps, rest.left_over])) == list(range(before.batches.order.size))
     ledgers = json.loads(done.stdout)["ledger"]
     samples = ledgers["samples"]
     assert (samples["trained"], samples["left_over"]) == (sum(map(len, steps)), rest.left_over.size)

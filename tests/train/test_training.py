@@ -1,6 +1,5 @@
 """The step and the data set, in PyNative mode on tiny nets."""
 
-import json
 import math
 
 import mindspore as ms
@@ -26,6 +25,7 @@ from ms_varlen.train.schedule import learning_rate
 from ms_varlen.train.step import ApplyGradients, clear
 from ms_varlen.workload.summary import PlanSummary
 from ms_varlen.workload.workload import prepare
+from tests.support.tiny_recipe import tiny_recipe, write_corpus
 
 LENGTHS = [3, 17, 5, 40, 9, 64, 2, 31, 8, 12, 90, 4]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -35,27 +35,14 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 def recipe_values(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
     texts = [(LETTERS[i:] * 9)[:n] for i, n in enumerate(LENGTHS)]
-    (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return {
-        "mode": "varlen",
-        "data": {
-            "source": str(folder / "corpus.jsonl"),
-            "tokenizer": "bytes",
-            "eval_fraction": 0.0,
-            "store_dir": str(folder / "stores"),
-        },
-        "batch": {"token_budget": 128, "max_segments": 16},
-        "shapes": {"kind": "range", "divisor": 16},
-        "model": {
-            "config": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1},
-            "variable_seq_lengths": True,
-            "seq_length": 64,
-            "max_position_embeddings": 64,
-        },
-        "train": {"steps": 4, "learning_rate": 0.01},
-        "graph": {"mode": "pynative"},
-        "checkpoint": {"output_dir": str(folder / "output")},
-    }
+    write_corpus(folder, texts)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return tiny_recipe(
+        folder,
+        data={"eval_fraction": 0.0},
+        batch={"max_segments": 16},
+        model={"config": {"hidden_size": 32, "num_hidden_layers": 2, **heads}},
+    )
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 ``MS_VARLEN_MODES_STEPS=50 python -m pytest tests/test_modes.py`` runs more steps than there is time for every day.
 """
 
-import json
 import os
 
 import mindspore as ms
@@ -17,6 +16,7 @@ from ms_varlen.recipe.recipe import parse_recipe
 from ms_varlen.train.run import train
 from ms_varlen.workload.summary import PlanSummary
 from ms_varlen.workload.workload import prepare
+from tests.support.tiny_recipe import tiny_recipe, write_corpus
 
 STEPS = int(os.environ.get("MS_VARLEN_MODES_STEPS", "24"))
 ALIGN_STEPS = int(os.environ.get("MS_VARLEN_MODES_STEPS", "12"))
@@ -36,7 +36,7 @@ def corpus(tmp_path_factory):
     random = np.random.default_rng(0)
     lengths = np.clip(np.exp(random.normal(2.7, 1.0, 80)), 2, 100).astype(int)
     texts = ["".join(chr(97 + c) for c in random.integers(0, 26, n)) for n in lengths]
-    (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_corpus(folder, texts)
     return folder
 
 
@@ -47,29 +47,18 @@ def _back_to_pynative():
 
 
 def recipe(corpus, mode, kind):
-    rows = {"rows": 3, "pad_to": "max" if kind == "static" else "batch"}
-    budget = {"token_budget": 128, "max_segments": 16}
+    rows = {"token_budget": None, "rows": 3, "pad_to": "max" if kind == "static" else "batch"}
     return parse_recipe(
-        {
-            "mode": mode,
-            "data": {
-                "source": str(corpus / "corpus.jsonl"),
-                "tokenizer": "bytes",
-                "eval_fraction": 0.1,
-                "store_dir": str(corpus / "stores"),
-            },
-            "batch": {**(rows if mode == "padded" else budget), "micro_batches": 2},
-            "shapes": {"kind": kind, "divisor": 16, **SIZES.get((mode, kind), {})},
-            "model": {
-                "config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
-                "variable_seq_lengths": mode != "padded",
-                "seq_length": 64,
-                "max_position_embeddings": 64,
-            },
-            "train": {"steps": STEPS, "learning_rate": 0.01, "warmup_steps": 5, "eval_every": STEPS // 2},
-            "graph": {"compile_cache": "off"},
-            "checkpoint": {"output_dir": str(corpus / f"{mode}-{kind}")},
-        }
+        tiny_recipe(
+            corpus,
+            mode=mode,
+            batch={**(rows if mode == "padded" else {"max_segments": 16}), "micro_batches": 2},
+            shapes={"kind": kind, **SIZES.get((mode, kind), {})},
+            model={"variable_seq_lengths": mode != "padded"},
+            train={"steps": STEPS, "warmup_steps": 5, "eval_every": STEPS // 2},
+            graph={"mode": "graph", "compile_cache": "off"},
+            checkpoint={"output_dir": str(corpus / f"{mode}-{kind}")},
+        )
     )
 
 

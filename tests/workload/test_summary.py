@@ -1,5 +1,3 @@
-import json
-
 import numpy as np
 import pytest
 
@@ -7,29 +5,22 @@ from ms_varlen.planning.cost import CostModel
 from ms_varlen.recipe.recipe import parse_recipe
 from ms_varlen.workload.summary import rank_balance
 from ms_varlen.workload.workload import prepare
+from tests.support.tiny_recipe import tiny_recipe, write_corpus
 
 COST = CostModel(linear=1.0, quadratic=0.01)
 
 
 def balance_of(folder, lengths, shapes, micro_batches, world_size, seed=0):
     """The balance of a varlen plan of documents of these lengths, with a budget of 100 tokens."""
-    lines = (json.dumps({"text": f"{i:03d}" + "x" * (n - 4)}) + "\n" for i, n in enumerate(lengths))
-    (folder / "corpus.jsonl").write_text("".join(lines))  # each an end-of-text longer
-    values = {
-        "mode": "varlen",
-        "data": {"source": str(folder / "corpus.jsonl"), "tokenizer": "bytes", "eval_fraction": 0.0},
-        "batch": {"token_budget": 100, "micro_batches": micro_batches},
-        "shapes": shapes,
-        "model": {
-            "config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
-            "variable_seq_lengths": True,
-            "seq_length": 100,
-            "max_position_embeddings": 100,
-        },
-        "train": {"steps": 1, "learning_rate": 0.1, "seed": seed},
-        "checkpoint": {"output_dir": str(folder / "output")},
-    }
-    values["data"]["store_dir"] = str(folder / "stores")
+    write_corpus(folder, (f"{i:03d}" + "x" * (n - 4) for i, n in enumerate(lengths)))  # each an end-of-text longer
+    values = tiny_recipe(
+        folder,
+        data={"eval_fraction": 0.0},
+        batch={"token_budget": 100, "micro_batches": micro_batches},
+        shapes=shapes,
+        model={"seq_length": 100, "max_position_embeddings": 100},
+        train={"seed": seed},
+    )
     workload = prepare(parse_recipe(values), world_size=world_size)
     return rank_balance(workload.plans, workload.layout, COST)
 
