@@ -6,14 +6,13 @@ by the next command that writes beside it; a lock tells it from one that is stil
 
 import contextlib
 import errno
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from ms_varlen.checkpoint.store import fsync
 from ms_varlen.errors import CheckpointError
+from ms_varlen.files import fsync_tree, publish, try_lock
 
 HIDDEN = ".ckpt-tools-"
 """Begins the name of the folder that is written to."""
@@ -48,10 +47,9 @@ def new_folder(destination: Path, source: Path, needed: int) -> Iterator[Path]:
     with _locked(hidden, destination):
         try:
             yield hidden
-            _fsync_tree(hidden)
+            fsync_tree(hidden)
             _check_place(destination, source)
-            os.rename(hidden, destination)
-            fsync(destination.parent)
+            publish(hidden, destination)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
@@ -107,12 +105,10 @@ def _lock(hidden: Path) -> int | None:
         descriptor = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor
+    if try_lock(descriptor):
+        return descriptor
+    os.close(descriptor)
+    return None
 
 
 @contextlib.contextmanager
@@ -141,13 +137,6 @@ def _locked(hidden: Path, destination: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _fsync_tree(folder: Path) -> None:
-    for parent, _, files in os.walk(folder, topdown=False):
-        for file in files:
-            fsync(Path(parent) / file)
-        fsync(Path(parent))
 
 
 def _mb(size: int) -> str:

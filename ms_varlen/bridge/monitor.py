@@ -30,8 +30,8 @@ from ms_varlen.bridge.config import LOADER_TYPE, LoaderConfig
 from ms_varlen.bridge.feed import Feed, remembered_feed
 from ms_varlen.bridge.saved import METRICS_FILE, PLAN_FILE, check_plan, set_aside
 from ms_varlen.checkpoint.run_folder import cut_metrics
-from ms_varlen.checkpoint.store import write_atomically
 from ms_varlen.errors import DataError
+from ms_varlen.files import write_atomically
 from ms_varlen.train.loop import ids_hash
 
 FROM_MODEL = (

@@ -17,7 +17,6 @@ child that was forked without exec shares it). With several ranks, one of them o
 """
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -32,15 +31,9 @@ import yaml
 
 from ms_varlen.checkpoint.config import CheckpointConfig
 from ms_varlen.checkpoint.resume import RECIPE_FILE, Expected, Shapes, load_to_go_on
-from ms_varlen.checkpoint.store import (
-    Checkpoint,
-    fsync,
-    list_checkpoints,
-    load_checkpoint,
-    remove_leftovers,
-    write_atomically,
-)
+from ms_varlen.checkpoint.store import Checkpoint, list_checkpoints, load_checkpoint, remove_leftovers
 from ms_varlen.errors import CheckpointError
+from ms_varlen.files import fsync, hidden, locked, publish, try_lock, write_atomically
 
 logger = logging.getLogger("ms_varlen")
 
@@ -190,17 +183,14 @@ def make_output_dir(output_dir: Path) -> None:
 def _opening(output_dir: Path) -> Iterator[None]:
     """Only one process at a time chooses and makes run folders; held for the time of `open_run`."""
     make_output_dir(output_dir)
-    with (output_dir / LOCK_FILE).open("ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(output_dir / LOCK_FILE):
         remove_leftovers(output_dir)
         yield
 
 
 def _lock(folder: Path) -> IO[bytes]:
     lock = (folder / LOCK_FILE).open("a+b")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+    if not try_lock(lock.fileno()):
         lock.seek(0)
         holder = lock.read().decode() or "unknown"
         lock.close()
@@ -208,7 +198,7 @@ def _lock(folder: Path) -> IO[bytes]:
             f"{folder} must be written by one process at a time, the process with pid {holder} holds it; "
             "wait for it, or begin another run with checkpoint.resume=never",
             "CKPT-LOCKED",
-        ) from error
+        )
     lock.truncate(0)
     lock.write(str(os.getpid()).encode())
     lock.flush()
@@ -223,7 +213,7 @@ def _next_folder(output_dir: Path, mode: str, runs: list[Path]) -> Path:
 
 def _begin(folder: Path, recipe: dict[str, Any], checkpoint: Checkpoint | None, replanned: list[str]) -> Run:
     """A new run folder, at step 0 or with a checkpoint of elsewhere in it; a kill leaves all of it or nothing."""
-    temporary = folder.with_name(f".tmp-{folder.name}")
+    temporary = hidden(folder)
     temporary.mkdir()
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, temporary, ignore_errors=True)
@@ -234,8 +224,7 @@ def _begin(folder: Path, recipe: dict[str, Any], checkpoint: Checkpoint | None, 
             if source.exists():
                 write_atomically(temporary / METRICS_FILE, lines_up_to(source, checkpoint.step))
         _write_recipe(temporary, recipe)
-        os.rename(temporary, folder)
-        fsync(folder.parent)
+        publish(temporary, folder)
         stack.pop_all()
     logger.info("%s begins at step %d", folder, checkpoint.step if checkpoint else 0)
     return Run(folder, checkpoint, lock, replanned)

@@ -23,7 +23,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from ms_varlen.errors import CheckpointError
+from ms_varlen.files import HIDDEN, fsync, hidden, publish
 
 FORMAT_VERSION = 1
 MODEL_FILE = "model.safetensors"
@@ -41,7 +42,6 @@ STATE_FILE = "state.json"
 MANIFEST_FILE = "manifest.json"
 APPLIED_STEPS = "applied_steps"
 
-_HIDDEN = ".tmp-"
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 
 Spec = dict[str, tuple[tuple[int, ...], str]]
@@ -93,31 +93,11 @@ def list_checkpoints(run_folder: Path) -> list[Path]:
 
 def remove_leftovers(run_folder: Path) -> None:
     """Remove what a kill left behind: half-written and half-deleted files and folders, all under hidden names."""
-    for path in run_folder.glob(f"{_HIDDEN}*"):
+    for path in run_folder.glob(f"{HIDDEN}*"):
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink()
-
-
-def fsync(path: Path) -> None:
-    """Force a file, or a folder's list of entries, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_atomically(path: Path, pieces: Iterable[bytes]) -> None:
-    """Replace a file's content: a kill leaves the old content or the new one, never a part."""
-    temporary = path.with_name(f"{_HIDDEN}{path.name}")
-    with temporary.open("wb") as file:
-        file.writelines(pieces)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    fsync(path.parent)
 
 
 def model_spec(shapes: Mapping[str, tuple[int, ...]]) -> Spec:
@@ -160,7 +140,7 @@ def save_checkpoint(
         CheckpointError: the parameters are not as above, the step is saved already, or the disk refuses (the message
             says how much was needed and free); the checkpoints before it stay.
     """
-    final, temporary = run_folder / step_name(step), run_folder / f"{_HIDDEN}{step_name(step)}"
+    final, temporary = run_folder / step_name(step), hidden(run_folder / step_name(step))
     if final.exists():
         raise CheckpointError(f"{final} exists already; a step is saved once, begin anew with checkpoint.resume=never")
     tensors = {
@@ -178,11 +158,10 @@ def save_checkpoint(
     try:
         try:
             _write_folder(temporary, tensors, {STATE_FILE: state_bytes, MANIFEST_FILE: manifest_bytes})
-            os.rename(temporary, final)
+            publish(temporary, final)
         finally:
             # Gone already when it was renamed; else its room is given back before the free room is told.
             shutil.rmtree(temporary, ignore_errors=True)
-        fsync(run_folder)
     except (OSError, SafetensorError) as error:
         raise _not_written(final, tensors, error) from error
     _prune(run_folder, keep)
@@ -356,10 +335,10 @@ def _not_written(final: Path, tensors: Mapping[str, Mapping[str, np.ndarray]], e
 
 def _prune(run_folder: Path, keep: int) -> None:
     for old in list_checkpoints(run_folder)[:-keep]:
-        hidden = run_folder / f"{_HIDDEN}old-{old.name}"
+        removed = hidden(run_folder / f"old-{old.name}")
         # A folder that is half deleted must not look like a checkpoint.
-        os.rename(old, hidden)
-        shutil.rmtree(hidden)
+        os.rename(old, removed)
+        shutil.rmtree(removed)
 
 
 def _read_json(path: Path, sha256: str | None = None) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """The `data` section of a recipe. Imports neither MindSpore nor the tokenizers package."""
 
 import dataclasses
-import os
 import re
 from pathlib import Path
 from typing import Literal
@@ -9,6 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ms_varlen.data.sources.file_kinds import source_fault
+from ms_varlen.files import user_cache
 
 PYDOC = "pydoc"
 BYTES = "bytes"
@@ -202,5 +202,4 @@ def store_root(config: DataConfig) -> Path:
     """The folder that holds the token stores: `store_dir`, or a folder in the user's cache."""
     if config.store_dir is not None:
         return Path(config.store_dir).expanduser()
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "ms_varlen" / "token_stores"
+    return user_cache("token_stores")

@@ -32,6 +32,7 @@ from typing import Any, Literal
 
 import ms_varlen
 from ms_varlen.errors import RecipeError
+from ms_varlen.files import user_cache
 
 logger = logging.getLogger("ms_varlen")
 
@@ -150,8 +151,7 @@ def _why_off(setting: str) -> str | None:
 def _root(setting: str) -> Path:
     if setting != "auto":
         return Path(setting).expanduser().absolute()
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache).absolute() / "ms_varlen" / "compile_cache"
+    return user_cache("compile_cache")
 
 
 @contextlib.contextmanager

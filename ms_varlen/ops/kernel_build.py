@@ -9,7 +9,6 @@ The sources name no processor's instructions. They ran on x86-64 with AVX-512, A
 and on aarch64 under emulation only.
 """
 
-import fcntl
 import functools
 import hashlib
 import logging
@@ -19,6 +18,8 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
+
+from ms_varlen.files import locked, user_cache
 
 logger = logging.getLogger("ms_varlen")
 
@@ -82,13 +83,12 @@ def _compiler() -> list[str]:
 
 def _find_or_build(compiler: list[str]) -> Path:
     command = [*compiler, *FLAGS, _machine_flag()]
-    folder = _cache_dir() / _key(command, _run([*compiler, "--version"]))
+    folder = user_cache("kernels") / _key(command, _run([*compiler, "--version"]))
     library = folder / LIBRARY_NAME
     if _is_whole(library):
         return library
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released by the system even if this process is killed
+    with locked(folder / "lock"):
         if not _is_whole(library):
             _build(command, library)
     return library
@@ -129,11 +129,6 @@ def _checksum_file(library: Path) -> Path:
 
 def _file_hash(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _cache_dir() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "ms_varlen" / "kernels"
 
 
 def _machine_flag() -> str:

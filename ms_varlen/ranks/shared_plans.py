@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 
 from ms_varlen.errors import DataError
+from ms_varlen.files import locked, try_lock
 from ms_varlen.planning.batches import Batches
 from ms_varlen.planning.plan import SharePlan
 
@@ -50,8 +51,7 @@ def _shared(folder: Path, used: list[IO[bytes]], name: str, make: Callable[[], B
         if not used:
             used.append((folder / _IN_USE).open("ab"))
             fcntl.flock(used[0], fcntl.LOCK_SH)
-        with (folder / f"{name}.lock").open("ab") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(folder / f"{name}.lock"):
             if not entry.is_dir():
                 _write(entry, make())
         order, offsets = (np.load(entry / f"{part}.npy", mmap_mode="r") for part in ("order", "offsets"))
@@ -81,6 +81,5 @@ def _remove_leftovers(own: Path) -> None:
 
 def _remove_unused(folder: Path, lock: IO[bytes]) -> None:
     """Remove a folder unless another rank holds its lock, which removes it then; mapped arrays stay readable."""
-    with contextlib.suppress(BlockingIOError):
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if try_lock(lock.fileno()):
         shutil.rmtree(folder, ignore_errors=True)

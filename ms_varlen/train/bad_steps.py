@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ms_varlen.checkpoint.store import write_atomically
 from ms_varlen.errors import VarlenError
+from ms_varlen.files import write_atomically
 from ms_varlen.planning.plan import EpochPlan
 from ms_varlen.ranks.agreement import StepLengths, StepPlace
 from ms_varlen.workload.workload import Workload

@@ -17,8 +17,8 @@ import mindspore as ms
 
 import ms_varlen
 from ms_varlen.checkpoint.run_folder import Run, follow_run, open_run
-from ms_varlen.checkpoint.store import write_atomically
 from ms_varlen.data.store.store import Progress
+from ms_varlen.files import write_atomically
 from ms_varlen.key_roles import dotted, key_role
 from ms_varlen.ranks.collectives import gather_words
 from ms_varlen.ranks.exchange import Exchange, connect

@@ -280,7 +280,8 @@ if point == "before the manifest":
 if point == "before the rename":
     os.rename = kill
 if point == "after the rename":
-    store_build.sync_folder = kill
+    rename = os.rename
+    store_build.publish = lambda *places: (rename(*places), kill())
 config = DataConfig(source=source, tokenizer="bytes", store_dir=folder)
 store.prepare_store(config, 5, kill if point == "in a batch" else None)
 """

@@ -8,10 +8,8 @@ corpus, but for 8 to 16 bytes a document where duplicates are removed.
 
 import contextlib
 import dataclasses
-import fcntl
 import itertools
 import logging
-import os
 import shutil
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -20,13 +18,14 @@ from typing import Any
 from ms_varlen.data.config import DataConfig
 from ms_varlen.data.sources.record_batches import Batch
 from ms_varlen.data.sources.source import Source, changed_source
-from ms_varlen.data.store.files import SPLITS, SplitWriter, sync_folder, token_dtype, write_manifest
+from ms_varlen.data.store.files import SPLITS, SplitWriter, token_dtype, write_manifest
 from ms_varlen.data.tokens.cleaning import REMOVED, Cleaned, Cleaner, Ledger, Rules, held_out
 from ms_varlen.data.tokens.encoding import EncodedBatch, default_workers, encode_batches
 from ms_varlen.data.tokens.ready_tokens import masks_of
 from ms_varlen.data.tokens.records import RecordEncoder, find_kind, kind_sentence
 from ms_varlen.data.tokens.tokenizers import Tokenizer, describe, open_tokenizer
 from ms_varlen.errors import DataError
+from ms_varlen.files import locked, publish
 
 logger = logging.getLogger("ms_varlen")
 
@@ -76,8 +75,7 @@ def build(plan: Building) -> None:
                 raise DataError(changed_source(source))
         manifest = {**plan.identity, "fingerprint": folder.name, "tokenizer": describe(tokenizer), **entries}
         write_manifest(building, manifest)
-        os.rename(building, folder)
-        sync_folder(folder.parent)
+        publish(building, folder)
     finally:
         shutil.rmtree(building, ignore_errors=True)
 
@@ -177,23 +175,21 @@ def _require_samples(plan: Building, cleaner: Cleaner) -> None:
             )
 
 
-@contextlib.contextmanager
-def locked(folder: Path, wait: bool) -> Iterator[bool]:
-    """Hold the lock of a store's fingerprint; False when another process has it and `wait` is False.
+def lock_file(folder: Path) -> Path:
+    """Return the lock file of a store, which stays next to its folder."""
+    return folder.with_suffix(".lock")
 
-    The system frees the lock when its process ends, however that happens. The file stays: removing it would let two
-    processes lock two files of the same name.
-    """
-    with folder.with_suffix(".lock").open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if not wait:
-                yield False
-                return
-            logger.info("another process builds token store %s; waiting for it", folder.name)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield True
+
+@contextlib.contextmanager
+def store_lock(folder: Path) -> Iterator[None]:
+    """Hold the lock of a store's fingerprint; wait while another process builds it."""
+    with locked(lock_file(folder), wait=False) as free:
+        if free:
+            yield
+            return
+    logger.info("another process builds token store %s; waiting for it", folder.name)
+    with locked(lock_file(folder)):
+        yield
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -202,6 +198,6 @@ def remove_leftovers(folder: Path) -> None:
         if leftover.stem == folder.name:
             shutil.rmtree(leftover)
             continue
-        with locked(leftover.with_suffix(""), wait=False) as free:
+        with locked(lock_file(leftover), wait=False) as free:
             if free:
                 shutil.rmtree(leftover, ignore_errors=True)

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from ms_varlen.data.tokens.cleaning import Piece
+from ms_varlen.files import fsync
 
 FORMAT_VERSION = 3
 MANIFEST = "manifest.json"
@@ -41,15 +42,6 @@ def token_dtype(vocab_size: int) -> str:
 def canonical_hash(value: Mapping[str, Any]) -> str:
     """A hash of a JSON mapping that does not depend on the order of its keys."""
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the folder's entries (new files, a rename) survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class TableWriter:
@@ -173,7 +165,7 @@ class SplitWriter:
         mask = self._mask.close()
         if mask is not None:
             files[SUPERVISED] = mask
-        sync_folder(self._folder)
+        fsync(self._folder)
         return {
             "samples": self._samples,
             "tokens": self._written,
@@ -198,4 +190,4 @@ def write_manifest(folder: Path, entries: dict[str, Any]) -> None:
         json.dump({**entries, "checksum": canonical_hash(entries)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    sync_folder(folder)
+    fsync(folder)

@@ -17,7 +17,7 @@ import numpy as np
 from ms_varlen.data.config import DataConfig, store_root
 from ms_varlen.data.sources.file_memory import FileMemory, file_hash, state_of
 from ms_varlen.data.sources.source import Source, open_source, source_fingerprint
-from ms_varlen.data.store.build import Building, Progress, build, locked, remove_leftovers
+from ms_varlen.data.store.build import Building, Progress, build, remove_leftovers, store_lock
 from ms_varlen.data.store.files import (
     DOCUMENT_LENGTHS,
     FORMAT_VERSION,
@@ -245,7 +245,7 @@ def prepare_store(config: DataConfig, seq_length: int, progress: Progress | None
         return store
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with locked(folder, wait=True):
+        with store_lock(folder):
             if not folder.exists():
                 remove_leftovers(folder)
                 build(Building(folder, identity, sources, states, config, rules, progress))

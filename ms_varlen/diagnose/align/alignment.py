@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ms_varlen.checkpoint.store import write_atomically
+from ms_varlen.files import write_atomically
 from ms_varlen.key_roles import dotted, key_role
 from ms_varlen.recipe.recipe import Recipe
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from ms_varlen.checkpoint.store import write_atomically
 from ms_varlen.data.store.store import Progress
 from ms_varlen.diagnose.align.alignment import alignment_warning
 from ms_varlen.diagnose.bench import results
 from ms_varlen.diagnose.bench.arena import Arena, BenchSettings, StartRanks, StartWorker, start_worker
 from ms_varlen.diagnose.bench.contenders import MAIN, PEERS, Parts, bench_workload, step_parts
 from ms_varlen.diagnose.bench.ranks import measure_ranks
+from ms_varlen.files import write_atomically
 from ms_varlen.recipe.recipe import Recipe
 from ms_varlen.workload.workload import Workload
 

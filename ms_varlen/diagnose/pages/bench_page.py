@@ -10,10 +10,10 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
-from ms_varlen.checkpoint.store import write_atomically
 from ms_varlen.diagnose.bench.contenders import MAIN
 from ms_varlen.diagnose.pages.figures import BLUE, GREY, ORANGE, PALE_BLUE, RED, STYLE, svg_data
 from ms_varlen.diagnose.pages.run_page import render
+from ms_varlen.files import write_atomically
 
 DASH = "–"
 BASELINES = {"padded": "seq_length", "padded_batch": "batch max"}

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from ms_varlen.checkpoint.store import write_atomically
 from ms_varlen.data.store.build import Progress
 from ms_varlen.data.store.files import SPLITS
 from ms_varlen.data.store.store import TokenStore, prepare_store
@@ -19,6 +18,7 @@ from ms_varlen.data.tokens.records import ABOUT
 from ms_varlen.diagnose.pages.figures import length_figure, svg_data
 from ms_varlen.diagnose.pages.planning_pages import LENGTH_ROWS, PageTable
 from ms_varlen.diagnose.pages.run_page import render
+from ms_varlen.files import write_atomically
 from ms_varlen.planning.statistics import length_histogram, length_statistics
 from ms_varlen.recipe.recipe import Recipe
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ms_varlen.checkpoint.store import write_atomically
 from ms_varlen.diagnose.advise.advice import Advice
 from ms_varlen.diagnose.advise.stats import Comparison, CorpusStats
 from ms_varlen.diagnose.pages.figures import svg_data
@@ -21,6 +20,7 @@ from ms_varlen.diagnose.pages.planning_figures import (
     window_figure,
 )
 from ms_varlen.diagnose.pages.run_page import LEDGER_ROWS, render
+from ms_varlen.files import write_atomically
 from ms_varlen.planning.cost import CostModel
 from ms_varlen.workload.summary import EpochNumbers, PlanSummary, epoch_batches, rank_balance
 from ms_varlen.workload.workload import Workload

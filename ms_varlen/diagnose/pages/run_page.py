@@ -11,7 +11,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ms_varlen.checkpoint.resume import RECIPE_FILE
 from ms_varlen.checkpoint.run_folder import METRICS_FILE
-from ms_varlen.checkpoint.store import write_atomically
 from ms_varlen.diagnose.pages.figures import (
     difference_figure,
     length_figure,
@@ -22,6 +21,7 @@ from ms_varlen.diagnose.pages.figures import (
     two_losses_figure,
 )
 from ms_varlen.errors import CheckpointError
+from ms_varlen.files import write_atomically
 
 REPORT_FILE = "report.html"
 PLAN_FILE = "plan.json"
