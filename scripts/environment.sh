@@ -1,9 +1,9 @@
-# Sourced by run.sh and test.sh: finds or makes the Python environment and puts its programs first on PATH.
+# Sourced by run.sh, test.sh and msrun_launch.sh: finds or makes the Python environment and puts its programs first on PATH.
 #
-# An active virtual or conda environment, or the interpreter in $PYTHON, is used as it is (Ascend images bring MindSpore along) and
-# gets only what is missing. Otherwise .venv is made beside this folder; a change of setup.cfg brings it up to date.
+# An active virtual or conda environment, or the interpreter in $PYTHON, is kept (Ascend images ship MindSpore) and gets only
+# the missing packages. Otherwise .venv is made in this repository, and updated when setup.cfg changes.
 
-use_environment() {  # use_environment EXTRAS: the extras of setup.cfg that are needed, comma-separated
+use_environment() {  # use_environment EXTRAS: extras of setup.cfg, comma-separated
     local extras=$1 python stamps stamp
     if [ -n "${PYTHON:-}" ]; then
         python=$PYTHON
@@ -14,7 +14,7 @@ use_environment() {  # use_environment EXTRAS: the extras of setup.cfg that are 
         [ -x "$python" ] || "$(find_python)" -m venv .venv
     fi
     command -v "$python" >/dev/null || { echo "PYTHON must be a Python interpreter, got $python" >&2; return 1; }
-    # One stamp per set of extras, so that run.sh and test.sh in turn install nothing again.
+    # One stamp per set of extras, so that run.sh after test.sh installs nothing.
     stamps=$("$python" -c 'import sys; print(sys.prefix)')/.ms_varlen-installed
     stamp=$stamps/$(cksum < setup.cfg | cut -d' ' -f1)
     if [ ! -e "$stamp-${extras:-base}" ]; then

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The main job: varlen training of a small decoder on the built-in corpus, on the CPU, with its report.
+# Train a small decoder in mode varlen on the built-in corpus, on the CPU, and write its report.
 # Usage: bash scripts/run.sh [section.key=value ...]
 set -euo pipefail
 cd "$(dirname "$0")/.."

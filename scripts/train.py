@@ -7,13 +7,13 @@ import sys
 
 
 def follow_msrun() -> None:
-    """End with the msrun that started this process, also when it dies while this one starts or is dead already."""
+    """Exit with the msrun that started this process, even if it dies before the imports are done."""
     parent = int(os.environ.get("MS_VARLEN_MSRUN_PID", os.getppid()))
     if sys.platform == "linux" and os.environ.get("MS_ROLE") == "MS_WORKER":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-    # The system tells of a death that comes after the call alone.
+    # The system reports only a death after that call.
     if "MS_ROLE" in os.environ and os.getppid() != parent:
-        sys.exit(f"msrun (pid {parent}) is gone before this process began: it leaves")
+        sys.exit(f"msrun (pid {parent}) died before this process began: it exits")
 
 
 if __name__ == "__main__":
@@ -23,7 +23,7 @@ if __name__ == "__main__":
 
     status = main(["train", *sys.argv[1:]])
     if "MS_ROLE" in os.environ:
-        # All is saved, and MindSpore takes seconds to leave: a signal must not make a failure of it.
+        # All is saved, but MindSpore takes seconds to exit: a signal must not turn that into a failure.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
     sys.exit(status)

@@ -1,9 +1,9 @@
 """Kill a run of two ranks at random moments until it is done: ``python scripts/measure/kill_test.py --kills 20``.
 
-Each time either one worker, or all processes at once, get a SIGKILL, at a random moment or while a checkpoint is being
-written; then the run is started again. In the end its weights, metrics (times apart) and ledger must be those of a run
-that nobody disturbed, no process may be left, and the launcher must have told of each kill (status 137). Prints one
-JSON object; exit status 0 when all that holds.
+Each SIGKILL hits one rank or all of them, at a random moment or while a checkpoint is being written; then the run
+restarts. At the end weights, metrics (without times) and ledger must equal those of an undisturbed run,
+no process may be left, and the launcher must have reported each kill (status 137).
+Prints one JSON object; exit status 0 if all holds.
 """
 
 import argparse
@@ -42,7 +42,7 @@ TIMES = {"step_ms", "data_ms", "exchange_ms", "imbalance"}
 
 
 def start(recipe: Path, output: Path, port: int) -> subprocess.Popen:
-    """The launcher, in a session of its own."""
+    """Start the launcher in a new session."""
     environment = {**os.environ, "MASTER_PORT": str(port), "LOG_DIR": str(output.parent / f"log_{output.name}")}
     search = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
     command = [sys.executable, "-m", "ms_varlen.launch", str(recipe), "2", "--"]
@@ -57,14 +57,14 @@ def start(recipe: Path, output: Path, port: int) -> subprocess.Popen:
 
 
 def family(launcher: subprocess.Popen) -> list[psutil.Process]:
-    """The launcher's processes below it."""
+    """Return all processes below the launcher."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(launcher.pid).children(recursive=True)
     return []
 
 
 def workers(launcher: subprocess.Popen) -> list[psutil.Process]:
-    """The ranks among them."""
+    """Return the ranks among them."""
     found = []
     for process in family(launcher):
         with contextlib.suppress(psutil.Error):
@@ -74,13 +74,13 @@ def workers(launcher: subprocess.Popen) -> list[psutil.Process]:
 
 
 def lines_of(run: Path) -> int:
-    """Steps written down so far."""
+    """Return the number of steps in metrics.jsonl."""
     path = run / "metrics.jsonl"
     return path.read_text().count("\n") if path.is_file() else 0
 
 
 def kill_once(launcher: subprocess.Popen, run: Path, rng: random.Random) -> dict[str, Any] | None:
-    """Wait for a random moment of training and kill; None when the run ended before."""
+    """Wait for a random moment of training and kill. Return None if the run finished before."""
     target, saving = rng.choice(["worker", "group"]), rng.random() < 0.5
     goal = lines_of(run) + rng.randint(1, 12)
     while launcher.poll() is None and lines_of(run) < goal:
@@ -107,7 +107,7 @@ def kill_once(launcher: subprocess.Popen, run: Path, rng: random.Random) -> dict
 
 
 def state_of(run: Path) -> dict[str, Any]:
-    """What must be equal: the last weights and moments, metrics without times, and the saved state."""
+    """Return what must be equal: the last weights and moments, metrics without times, and the saved state."""
     last = sorted(run.glob("step_*"))[-1]
     arrays = {
         f"{name}:{key}": value.tobytes()
@@ -154,9 +154,9 @@ def main() -> int:
             process.kill()
     whole, disturbed = (state_of(folder / name / "varlen") for name in ("whole", "killed"))
     equal = {key: whole[key] == disturbed[key] for key in whole}
-    left, untold = sum(len(kill["left"]) for kill in kills), sum(kill["status"] != 137 for kill in kills)
-    print(json.dumps({"kills": len(kills), "equal": equal, "left": left, "untold": untold}))
-    well = all(equal.values()) and not left and not untold and len(kills) == given.kills
+    left, unreported = sum(len(kill["left"]) for kill in kills), sum(kill["status"] != 137 for kill in kills)
+    print(json.dumps({"kills": len(kills), "equal": equal, "left": left, "untold": unreported}))
+    well = all(equal.values()) and not left and not unreported and len(kills) == given.kills
     if well:
         shutil.rmtree(folder)
     return 0 if well else 1

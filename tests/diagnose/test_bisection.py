@@ -41,7 +41,7 @@ WORDS = {
     "keys without a gradient": "the gradient does not, most of all that of model.layers.",
     "NaN in the padding": "are not finite",
 }
-"""What else the bisection must say of a fault."""
+"""Words that the bisection of a fault must contain."""
 OF_NO_SAMPLE = ("loss in padding", "keys without a gradient", "NaN in the padding")
 REACHING = [fault for fault in FAULTS if fault.found_by == "align" and fault.name not in WORDS]
 
@@ -56,6 +56,7 @@ def test_a_fault_in_the_data_path_never_reaches_the_model(recipe, fault):
     assert find(fault, recipe)[:2] == ("check", fault.code)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", REACHING, ids=lambda fault: fault.name)
 def test_a_fault_behind_the_checks_is_named_by_align(recipe, fault):
     assert find(fault, recipe)[:2] == ("align", fault.code)
@@ -101,6 +102,7 @@ def test_an_unknown_layout_is_refused(recipe):
     assert all(mode.value in refused.output for mode in Mode)
 
 
+@pytest.mark.slow
 def test_the_first_rung_sample_layer_and_tensor_are_given(recipe):
     with plant("attention end a token late"):
         found = align(load_recipe(recipe, []), 1, lambda *_: None)["bisect"]
@@ -111,6 +113,7 @@ def test_the_first_rung_sample_layer_and_tensor_are_given(recipe):
     assert found["text"].endswith("segment 0 ends a token late")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "words"), WORDS.items(), ids=list(WORDS))
 def test_what_is_wrong_is_said_in_words(recipe, name, words):
     with plant(name):
@@ -120,6 +123,7 @@ def test_what_is_wrong_is_said_in_words(recipe, name, words):
     assert (found["sample"] is None) == (name in ("loss in padding", "keys without a gradient", "NaN in the padding"))
 
 
+@pytest.mark.slow
 def test_a_wrong_attention_is_told_from_wrong_lengths_on_the_first_rung(recipe):
     with plant("scores scaled by 1.5"):
         wrong_attention = align(load_recipe(recipe, []), 1, lambda *_: None)["bisect"]
@@ -130,6 +134,7 @@ def test_a_wrong_attention_is_told_from_wrong_lengths_on_the_first_rung(recipe):
     assert wrong_lengths["rungs"][0] == {"rung": off, "differs": None}
 
 
+@pytest.mark.slow
 def test_the_layout_that_is_wrong_is_named_when_two_are_compared(recipe):
     with plant("attention end three tokens late"):
         ours = align(load_recipe(recipe, []), 1, lambda *_: None, against=Mode.PACKED)["bisect"]

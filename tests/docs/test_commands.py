@@ -165,6 +165,7 @@ def reader(tmp_path, monkeypatch, cache):
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [pytest.param(words, id=text) for text, words in RUN.items()])
 def test_a_short_command_runs(words, reader, capsys):
     from ms_varlen.cli.app import main

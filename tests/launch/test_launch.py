@@ -74,7 +74,7 @@ def test_first_error_of_a_log(tmp_path, text, error):
     assert first_error(tmp_path / "none.log") is None
 
 
-def test_faulty_recipe_is_told_before_anything_is_started(tmp_path, capsys, monkeypatch):
+def test_a_faulty_recipe_is_reported_before_anything_starts(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["nowhere.yaml", "2"]) == 1
     assert "nowhere.yaml" in capsys.readouterr().err
@@ -89,11 +89,11 @@ def restored_signals():
         signal.signal(number, handler)
 
 
-def test_signals_at_one_time_ask_and_a_later_one_interrupts(monkeypatch, restored_signals):
+def test_signals_at_one_time_are_one_request_and_a_later_one_interrupts(monkeypatch, restored_signals):
     monkeypatch.setenv("MS_ROLE", "MS_WORKER")
     stop = StopRequest()
     stop.listen(rank=1)
-    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):  # from the system, the launcher, the terminal
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):  # from the system, the launcher and the terminal
         signal.raise_signal(number)
     assert (stop.asked, stop.number) == (True, signal.SIGTERM)
     monkeypatch.setattr(stops, "SAME_REQUEST_SECONDS", 0)
@@ -101,7 +101,7 @@ def test_signals_at_one_time_ask_and_a_later_one_interrupts(monkeypatch, restore
         signal.raise_signal(signal.SIGINT)
 
 
-def test_alone_signals_are_left_as_they_are(monkeypatch):
+def test_without_msrun_signal_handlers_are_unchanged(monkeypatch):
     monkeypatch.delenv("MS_ROLE", raising=False)
     before = signal.getsignal(signal.SIGTERM)
     StopRequest().listen(rank=0)
@@ -114,7 +114,7 @@ def test_too_many_bad_steps_stop_the_run():
         check_bad_steps(4, most=3)
 
 
-def test_those_whose_loss_or_gradient_is_not_finite_are_named():
+def test_micro_batches_with_a_loss_or_gradient_that_is_not_finite_are_named():
     losses, gradients = np.array([[1.0, 2.0], [np.nan, 1.0]]), np.array([[True, True], [True, False]])
     assert culprits(losses, gradients) == (
         "rank 1, micro-batch 0 (loss nan, its gradient is finite); "
@@ -125,7 +125,7 @@ def test_those_whose_loss_or_gradient_is_not_finite_are_named():
     )
 
 
-def test_of_many_that_are_not_finite_some_are_named():
+def test_of_many_micro_batches_that_are_not_finite_some_are_named():
     assert culprits(np.full((10, 1), np.inf), np.ones((10, 1), bool)).endswith("its gradient is finite) and 2 more")
 
 
@@ -147,7 +147,7 @@ def test_wrong_variables_are_refused(workers, environment, message):
         Cluster.from_environment(workers, environment)
 
 
-def test_overrides_without_dashes_are_told_about_them(capsys):
+def test_overrides_without_dashes_get_a_hint(capsys):
     for arguments in (["r.yaml", "2", "train.steps=3"], ["r.yaml", "train.steps=3"]):
         with pytest.raises(SystemExit):
             main(arguments)
@@ -178,18 +178,18 @@ def test_taken_port_is_refused_before_logs_are_touched(tmp_path, monkeypatch, ca
         (0, "192.0.2.7", r"got 192.0.2.7, no address of this machine, with NODE_RANK=0"),  # RFC 5737: nobody's
     ],
 )
-def test_an_address_that_nodes_cannot_meet_at_is_refused(node, address, message):
+def test_an_address_at_which_nodes_cannot_meet_is_refused(node, address, message):
     variables = {"LOCAL_WORKER": "1", "NODE_RANK": str(node), "MASTER_ADDR": address}
     with pytest.raises(VarlenError, match=f"MASTER_ADDR must be node 0's address that all nodes reach, {message}"):
         Cluster.from_environment(2, variables).check_address()
 
 
-def test_other_nodes_address_is_fine_on_another_node():
+def test_an_address_of_another_machine_is_allowed_on_node_1():
     variables = {"LOCAL_WORKER": "1", "NODE_RANK": "1", "MASTER_ADDR": "192.0.2.7"}
     Cluster.from_environment(2, variables).check_address()
 
 
-def test_log_dir_of_a_running_launch_is_left_alone(tmp_path):
+def test_the_log_dir_of_a_running_launch_is_refused(tmp_path):
     cluster = Cluster.from_environment(2, {"LOG_DIR": str(tmp_path)})
     (tmp_path / "worker_5.log").write_text("of an earlier run")
     with cluster.take_log_dir():
@@ -231,11 +231,11 @@ def test_failed_worker_is_the_first_of_msruns_log():
         "Worker process 7 exit with exception. Error code: 1.\nWorker process 9 exit with exception. Error code: -9.\n"
     )
     assert failed_worker(log, {7: 0, 9: 1}) == (1, 0)
-    assert failed_worker(log, {9: 1}) == (1, None)  # it ended before anybody saw it
+    assert failed_worker(log, {9: 1}) == (1, None)  # it exited before it was found
     assert failed_worker("all is well", {9: 1}) == (0, None)
 
 
-def test_cause_goes_before_its_consequences(tmp_path):
+def test_the_cause_is_reported_before_follow_up_errors(tmp_path):
     logs = {}
     for rank, text in enumerate(
         [
@@ -252,13 +252,13 @@ def test_cause_goes_before_its_consequences(tmp_path):
     assert first_cause({}) is None
 
 
-def test_training_script_leaves_when_msrun_is_gone_already():
+def test_the_training_script_exits_if_msrun_is_dead():
     environment = {**os.environ, "MS_ROLE": "MS_WORKER", "MS_VARLEN_MSRUN_PID": "1"}
     done = subprocess.run(
         [sys.executable, TRAIN_SCRIPT, RECIPE], env=environment, capture_output=True, text=True, check=False, timeout=60
     )
     assert done.returncode == 1
-    assert "msrun (pid 1) is gone" in done.stderr
+    assert "msrun (pid 1) died before" in done.stderr
 
 
 # Starts a scheduler and a worker as msrun does, and logs a failed worker as msrun does. When the launcher first sees
@@ -286,7 +286,7 @@ def launched(tmp_path, monkeypatch, scheduler, worker):
     return Launch(Cluster.from_environment(1, {"LOG_DIR": str(tmp_path)}), [])
 
 
-def test_signal_while_ranks_start_is_no_error_and_needs_no_long_wait(tmp_path, monkeypatch, capsys):
+def test_a_signal_while_ranks_start_is_no_error_and_needs_no_long_wait(tmp_path, monkeypatch, capsys):
     launch = launched(tmp_path, monkeypatch, WAITING, DEAF)
     begin = time.monotonic()
     launch.ask_to_stop(signal.SIGTERM)
@@ -295,7 +295,7 @@ def test_signal_while_ranks_start_is_no_error_and_needs_no_long_wait(tmp_path, m
     assert "stopped on SIGTERM before the first step; nothing to save" in capsys.readouterr().err
 
 
-def test_scheduler_that_fails_ends_the_ranks(tmp_path, monkeypatch, capsys):
+def test_a_scheduler_that_fails_stops_the_ranks(tmp_path, monkeypatch, capsys):
     launch = launched(tmp_path, monkeypatch, "import time; time.sleep(1); raise OSError('no port')", DEAF)
     (tmp_path / "scheduler.log").write_text("Traceback (most recent call last):\n  x\nOSError: no port\n")
     assert launch.wait() == 1
@@ -304,12 +304,12 @@ def test_scheduler_that_fails_ends_the_ranks(tmp_path, monkeypatch, capsys):
     assert "first error of the scheduler: OSError: no port" in err
 
 
-def test_ranks_that_left_well_are_no_failure_whatever_the_scheduler_does(tmp_path, monkeypatch):
+def test_ranks_that_succeeded_are_no_failure_though_the_scheduler_lingers(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "SCHEDULER_SECONDS", 1)
     assert launched(tmp_path, monkeypatch, WAITING, "import time; time.sleep(1)").wait() == 0
 
 
-def test_a_killed_worker_is_named_though_it_was_met_before_it_had_its_environment(tmp_path, monkeypatch, capsys):
+def test_a_killed_worker_is_named_though_it_was_first_seen_without_its_environment(tmp_path, monkeypatch, capsys):
     launch = launched(tmp_path, monkeypatch, WAITING, "import os, time; time.sleep(1); os.kill(os.getpid(), 9)")
     assert launch.wait() == 137
     err = capsys.readouterr().err
@@ -329,8 +329,8 @@ def test_what_a_rank_started_does_not_outlive_it(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("status", "asked", "expected"), [(0, True, 0), (3, True, 3), (0, False, 143)])
-def test_when_all_is_ended_at_once_the_ranks_decide(tmp_path, monkeypatch, status, asked, expected):
-    # `scancel` and `docker stop` of a whole container: msrun is gone while ranks still save.
+def test_if_everything_is_stopped_at_once_the_ranks_decide(tmp_path, monkeypatch, status, asked, expected):
+    # `scancel` and `docker stop` signal every process: msrun is dead while ranks still save.
     saves = f"import signal, sys, time; signal.signal(15, lambda *_: (time.sleep(1), sys.exit({status}))); "
     launch = launched(tmp_path, monkeypatch, WAITING, saves + "print('rank 0 of 1', flush=True); time.sleep(60)")
     end = time.monotonic() + 10
@@ -355,7 +355,7 @@ def test_an_unknown_error_is_shown_by_the_last_lines_of_its_log(tmp_path, monkey
     assert capsys.readouterr().err.endswith("last lines of rank 0:\nUsage: x\nNo such option: --jsn\n")
 
 
-def test_msrun_ends_with_a_killed_launcher(tmp_path):
+def test_msrun_dies_with_a_killed_launcher(tmp_path):
     code = (
         "import os, signal, sys\nfrom ms_varlen.launch.launch import Launch\n"
         "from ms_varlen.launch.cluster import Cluster\n"

@@ -1,4 +1,4 @@
-"""Checkpoints for test_ckpt_*.py: made by transformers, by the store, and by nobody but NumPy."""
+"""Checkpoints for tests/ckpt_tools, written by transformers, by our store, and by NumPy."""
 
 import json
 from pathlib import Path
@@ -51,7 +51,7 @@ def transformers_model(family, tied=False, seed=0):
 
 
 def hugging_face_folder(folder, family, tied=False, dtype="float32", shard="5GB"):
-    """A folder as transformers saves it, with a tokenizer's file beside."""
+    """A folder as transformers saves it, with a tokenizer file."""
     import torch
 
     model = transformers_model(family, tied).to(getattr(torch, dtype))
