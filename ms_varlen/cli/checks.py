@@ -179,10 +179,10 @@ def align_command(
             bars.update(bar, completed=step, description=words)
 
         result = align(loaded, steps, on_step, tolerance, store, start_from, against)
-    result["report"] = str(write_align_report(result, page))
+    written = write_align_report(result, page)
     save_alignment(loaded, result)
-    _print_alignment(result, as_json)
-    raise typer.Exit(0 if result["passed"] else 1)
+    _print_alignment(result.to_json() | {"report": str(written)}, as_json)
+    raise typer.Exit(0 if result.verdict.passed else 1)
 
 
 def _check_page(output_dir: Path, page: Path) -> None:

@@ -10,6 +10,7 @@ from ms_varlen.catalogue import explain
 from ms_varlen.cli.app import app
 from ms_varlen.data.store.store import SampleTable
 from ms_varlen.diagnose.align.align import align
+from ms_varlen.diagnose.align.alignment import Rung
 from ms_varlen.errors import RecipeError
 from ms_varlen.modes import Mode
 from ms_varlen.recipe.recipe import load_recipe
@@ -33,7 +34,7 @@ WORDS = {
     "causal mask one short": "tokens do not see themselves",
     "sliding window": "tokens see the last 8 of their sample alone",
     "samples see the one before": "tokens see across the boundary",
-    "scores scaled by 1.5": "the scores are 1.5 times what they must be",
+    "scores scaled by 1.5": "the scores are 1.5 times the right ones",
     "another id": "token 5 of the sample must be id",
     "a target dropped": "token 3 of the sample has no target, must have",
     "labels not shifted": "each target is the token itself: labels were not shifted",
@@ -85,15 +86,15 @@ def test_a_fault_of_a_file_is_named_by_the_doctor(recipe, name):
 @pytest.mark.parametrize("against", list(Mode))
 def test_a_healthy_run_agrees_with_every_layout(recipe, against):
     result = align(load_recipe(recipe, []), 2, lambda *_: None, against=against)
-    assert (result["passed"], result["bisect"], result["against"]) == (True, None, against)
-    assert result["noise_floor"] < 1e-6
-    assert result["tolerance"] == 2e-5
+    assert (result.verdict.passed, result.bisect, result.against) == (True, None, against)
+    assert result.noise_floor < 1e-6
+    assert result.verdict.tolerance == 2e-5
 
 
 def test_a_step_without_a_target_agrees(recipe, monkeypatch):
     monkeypatch.setattr(SampleTable, "gather_supervised", lambda self, ids: np.zeros(self.lengths[ids].sum(), bool))
     result = align(load_recipe(recipe, []), 1, lambda *_: None)
-    assert (result["passed"], result["loss"], result["loss_padded"]) == (True, [0.0], [0.0])
+    assert (result.verdict.passed, result.verdict.loss, result.verdict.loss_padded) == (True, [0.0], [0.0])
 
 
 def test_an_unknown_layout_is_refused(recipe):
@@ -105,45 +106,45 @@ def test_an_unknown_layout_is_refused(recipe):
 @pytest.mark.slow
 def test_the_first_rung_sample_layer_and_tensor_are_given(recipe):
     with plant("attention end a token late"):
-        found = align(load_recipe(recipe, []), 1, lambda *_: None)["bisect"]
-    assert found["rungs"][-1] == {"rung": found["rung"], "differs": "forward"}
-    assert (found["layer"], found["tensor"], found["code"]) == (0, "attention output", "LEN-WRONG")
-    assert found["length"] in found["lengths"]
-    assert found["remedy"] == explain("LEN-WRONG").remedy
-    assert found["text"].endswith("segment 0 ends a token late")
+        found = align(load_recipe(recipe, []), 1, lambda *_: None).bisect
+    assert found.rungs[-1] == Rung(found.rung, "forward")
+    assert (found.layer, found.tensor, found.code) == (0, "attention output", "LEN-WRONG")
+    assert found.length in found.lengths
+    assert found.remedy == explain("LEN-WRONG").remedy
+    assert found.text.endswith("segment 0 ends a token late")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "words"), WORDS.items(), ids=list(WORDS))
 def test_what_is_wrong_is_said_in_words(recipe, name, words):
     with plant(name):
-        found = align(load_recipe(recipe, []), 1, lambda *_: None)["bisect"]
-    assert found["code"] == next(fault.code for fault in FAULTS if fault.name == name)
-    assert words in found["text"]
-    assert (found["sample"] is None) == (name in ("loss in padding", "keys without a gradient", "NaN in the padding"))
+        found = align(load_recipe(recipe, []), 1, lambda *_: None).bisect
+    assert found.code == next(fault.code for fault in FAULTS if fault.name == name)
+    assert words in found.text
+    assert (found.sample is None) == (name in ("loss in padding", "keys without a gradient", "NaN in the padding"))
 
 
 @pytest.mark.slow
 def test_a_wrong_attention_is_told_from_wrong_lengths_on_the_first_rung(recipe):
     with plant("scores scaled by 1.5"):
-        wrong_attention = align(load_recipe(recipe, []), 1, lambda *_: None)["bisect"]
+        wrong_attention = align(load_recipe(recipe, []), 1, lambda *_: None).bisect
     with plant("attention end three tokens late"):
-        wrong_lengths = align(load_recipe(recipe, []), 1, lambda *_: None)["bisect"]
+        wrong_lengths = align(load_recipe(recipe, []), 1, lambda *_: None).bisect
     off = "lengths off, one sample in one segment"
-    assert wrong_attention["rungs"] == [{"rung": off, "differs": "forward"}]
-    assert wrong_lengths["rungs"][0] == {"rung": off, "differs": None}
+    assert wrong_attention.rungs == [Rung(off, "forward")]
+    assert wrong_lengths.rungs[0] == Rung(off, None)
 
 
 @pytest.mark.slow
 def test_the_layout_that_is_wrong_is_named_when_two_are_compared(recipe):
     with plant("attention end three tokens late"):
-        ours = align(load_recipe(recipe, []), 1, lambda *_: None, against=Mode.PACKED)["bisect"]
+        ours = align(load_recipe(recipe, []), 1, lambda *_: None, against=Mode.PACKED).bisect
     with plant("another id"):  # in mode varlen alone
         packed = ["mode=packed", "shapes.kind=static"]
-        other = align(load_recipe(recipe, packed), 1, lambda *_: None, against=Mode.VARLEN)["bisect"]
-    assert ours["code"] == "LEN-WRONG"
-    assert other["code"] == "DATA-TOKENS"
-    assert other["text"].startswith("the recipe's layout agrees with dense rows, --against varlen does not: ")
+        other = align(load_recipe(recipe, packed), 1, lambda *_: None, against=Mode.VARLEN).bisect
+    assert ours.code == "LEN-WRONG"
+    assert other.code == "DATA-TOKENS"
+    assert other.text.startswith("the recipe's layout agrees with dense rows, --against varlen does not: ")
 
 
 @pytest.mark.parametrize("tolerance", [0.0, -1.0, float("nan")])

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 import re
@@ -7,8 +8,10 @@ import pytest
 import yaml
 
 from ms_varlen import CheckpointError
+from ms_varlen.diagnose.align.alignment import Alignment, Bisection, Rung, Verdict
 from ms_varlen.diagnose.pages.figures import running_mean
 from ms_varlen.diagnose.pages.run_page import write_align_report, write_report
+from ms_varlen.modes import Mode
 from ms_varlen.planning.ledger import EpochLedger
 from ms_varlen.planning.statistics import length_histogram, length_statistics
 from tests.support.page import Page
@@ -197,25 +200,26 @@ def test_another_folder_is_refused(tmp_path, no_pictures):
         write_report(tmp_path)
 
 
-def align_result(difference, **changes):
+def align_result(difference, bisect=None, **changes):
     loss = 2.2 + 3.4 * np.exp(-np.arange(1, 101) / 25)
-    return {
-        "recipe": "recipes/align_cpu.yaml",
-        "mode": "varlen",
-        "steps": 100,
-        "loss_padded": loss.tolist(),
-        "loss": (loss + difference).tolist(),
-        "max_abs_diff": float(np.max(difference)),
-        "tolerance": 1e-3,
-        "first_failed_step": None,
-        "gradient_max_rel_diff": 3.2e-6,
-        "gradient_worst_parameter": "model.layers.3.self_attn.k_proj.weight",
-        "gradient_tolerance": 1e-4,
-        "gradient_max_rel_diff_later": 4.5e-5,
-        "gradient_tolerance_later": 1e-3,
-        "passed": True,
-        "seconds": 84.2,
-    } | changes
+    verdict = Verdict(
+        loss=(loss + difference).tolist(),
+        loss_padded=loss.tolist(),
+        gradient_rel_diff=[3.2e-6] * 100,
+        max_abs_diff=float(np.max(difference)),
+        tolerance=1e-3,
+        gradient_max_rel_diff=3.2e-6,
+        gradient_tolerance=1e-4,
+        gradient_max_rel_diff_later=4.5e-5,
+        gradient_tolerance_later=1e-3,
+        gradient_worst_parameter="model.layers.3.self_attn.k_proj.weight",
+        first_failed_step=None,
+        passed=True,
+    )
+    verdict = dataclasses.replace(verdict, **changes)
+    return Alignment(
+        "recipes/align_cpu.yaml", Mode.VARLEN, 100, 0, verdict, Mode.PADDED, 0.0, bisect, ["0"] * 100, {}, 84.2
+    )
 
 
 def small_difference():
@@ -248,18 +252,16 @@ def test_an_alignment_that_failed_names_the_step(tmp_path, no_pictures):
 
 
 def test_where_a_failed_alignment_begins_is_on_its_page(tmp_path, no_pictures):
-    rungs = [{"rung": "one sample of a fixed length", "differs": None}, {"rung": "two samples", "differs": "forward"}]
-    found = {
-        "rung": "two samples",
-        "rungs": rungs,
-        "code": "LEN-ORDER",
-        "text": "two samples, layer 0, k: out of order",
-        "remedy": "Sort ids.",
-    }
-    result = align_result(small_difference(), passed=False, first_failed_step=2) | {"bisect": found}
+    found = Bisection(
+        rung="two samples",
+        rungs=[Rung("one sample of a fixed length", None), Rung("two samples", "forward")],
+        code="LEN-ORDER",
+        text="two samples, layer 0, k: out of order",
+    )
+    result = align_result(small_difference(), found, passed=False, first_failed_step=2)
     text = Page(write_align_report(result, tmp_path / "align.html").read_text()).text
     where = "Where it begins LEN-ORDER two samples, layer 0, k: out of order"
-    assert f"{where} Sort ids. More: ms-varlen doctor --explain LEN-ORDER" in text
+    assert f"{where} {found.remedy} More: ms-varlen doctor --explain LEN-ORDER" in text
     assert "one sample of a fixed length no two samples forward" in text
 
 
@@ -272,10 +274,9 @@ def test_equal_losses_have_a_page(tmp_path):
 
 @pytest.mark.parametrize("value", [None, math.nan, math.inf])
 def test_losses_that_are_not_finite_have_a_page(tmp_path, value):
-    result = align_result(np.zeros(100), passed=False, first_failed_step=2) | {
-        "loss": [2.0] + [value] * 99,
-        "max_abs_diff": math.nan,
-    }
+    result = align_result(
+        np.zeros(100), passed=False, first_failed_step=2, loss=[2.0] + [value] * 99, max_abs_diff=math.nan
+    )
     text = Page(write_align_report(result, tmp_path / "a.html").read_text()).text
     assert (
         "loss (absolute, nats per token) nan 1.00e-03 step 2 is the first with a difference that is not allowed" in text

@@ -44,9 +44,9 @@ def find(fault: Fault | None, recipe: Path) -> tuple[str, str | None, float]:
             result = align(load_recipe(recipe, []), 1, lambda *_: None)
         except VarlenError as error:
             return "check", error.code, time.perf_counter() - begin
-    if result["passed"]:
+    if result.verdict.passed:
         return "nobody", None, time.perf_counter() - begin
-    return "align", result["bisect"]["code"], time.perf_counter() - begin
+    return "align", result.bisect.code, time.perf_counter() - begin
 
 
 RECIPE_FAULTS: tuple[tuple[str, str, list[str]], ...] = (

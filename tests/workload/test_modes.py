@@ -93,6 +93,6 @@ def test_a_run_is_what_its_plan_says(corpus, mode, kind):
 @pytest.mark.graph
 @pytest.mark.parametrize(("mode", "kind"), PAIRS)
 def test_every_mode_gives_the_loss_of_dense_padding(corpus, mode, kind):
-    result = align(recipe(corpus, mode, kind), ALIGN_STEPS, lambda *_: None)
-    assert result["passed"], (result["max_abs_diff"], result["gradient_max_rel_diff"], result["first_failed_step"])
-    assert result["max_abs_diff"] <= 2e-5
+    verdict = align(recipe(corpus, mode, kind), ALIGN_STEPS, lambda *_: None).verdict
+    assert verdict.passed, (verdict.max_abs_diff, verdict.gradient_max_rel_diff, verdict.first_failed_step)
+    assert verdict.max_abs_diff <= 2e-5

@@ -2,20 +2,21 @@
 
 The padded side shares nothing with `varlen_attention`: rows of one sample, a causal and length mask, plain operators.
 It lays out the very steps of the recipe's plan, in as many micro-batches as they need. A wrong length, mask, position
-or label shows as a difference of the loss. In fp32 the bound is far below the 1e-3 that users ask for, since a tight
-bound is what finds a wrong length. Before anything is compiled, the full mask is compared with the compressed one.
+or label shows as a difference of the loss. In fp32 the bound is far below the 1e-3 that users ask for, since only a
+tight bound finds a wrong length. Before anything is compiled, the full mask is compared with the compressed one.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ms_varlen.checkpoint.resume import check_data
 from ms_varlen.checkpoint.store import load_checkpoint, read_manifest
 from ms_varlen.data.store.store import Progress
+from ms_varlen.diagnose.align.alignment import Alignment, Bisection, Verdict, compare, gradient_difference
 from ms_varlen.diagnose.align.bisection import bisect
 from ms_varlen.diagnose.align.sides import Side, dense_side, other_side, parts_of_other
 from ms_varlen.errors import RecipeError
@@ -30,20 +31,20 @@ from ms_varlen.train.schedule import learning_rate
 from ms_varlen.workload.workload import Workload, prepare
 
 LOSS_TOLERANCE = {"CPU": 2e-5, ASCEND: 1e-3}
-"""Largest difference of the loss by device (fp32 on a CPU, bf16 products on an NPU), where the noise is below it."""
+"""Largest difference of the loss by device (fp32 on a CPU, bf16 products on an NPU), unless the noise is larger."""
 
 LOOSEST = 1e-3
 NOISE_STEPS, NOISE_MULTIPLE = 3, 40
-"""The noise floor is what rounding alone does: the other side's loss with its rows in another order, at equal weights.
-Over 100 steps two healthy trainings drift apart by some ten times of it."""
+"""The noise floor is the effect of rounding alone: the change of the other side's loss at equal weights when its rows
+come in another order. Over 100 steps two healthy trainings drift apart by about ten times the floor."""
 
 GRADIENT_TOLERANCE = {"CPU": 1e-5, ASCEND: 2e-2}
 """Largest relative difference of the first step's gradients, by device."""
 
 LATER_GRADIENT_TOLERANCE = {"CPU": 1e-3, ASCEND: 1e-1}
-"""The same for later steps. Two trainings drift apart by rounding, and now and then a step is so sensitive that their
-gradients differ by a hundredth: one beyond the limit is computed again at equal weights, and that one counts. One
-segment end a token off moves the loss of its step by as little as 1e-5, but some gradient by more than 1e-2."""
+"""The same for later steps. Two trainings drift apart by rounding, and a rare step is so sensitive that their gradients
+differ by 1e-2. A gradient beyond the limit is therefore computed again at equal weights, and only that result counts.
+One segment end a token off moves the loss of its step by as little as 1e-5, but some gradient by more than 1e-2."""
 
 
 def align(
@@ -54,23 +55,19 @@ def align(
     progress: Progress | None = None,
     start_from: Path | None = None,
     against: Mode = Mode.PADDED,
-) -> dict[str, Any]:
+) -> Alignment:
     """Train both sides for `steps` optimizer steps and compare them.
 
     Args:
         recipe: a valid recipe; its mode is compared with another.
         steps: optimizer steps to run.
-        on_step: told the step and both losses.
+        on_step: called with the step and both losses.
         tolerance: largest difference of the loss; by default `NOISE_MULTIPLE` times the noise floor, at least
             `LOSS_TOLERANCE` and at most `LOOSEST`.
-        progress: told how far the token store is, where one is built.
+        progress: called with the progress of the token store, if one is built.
         start_from: a checkpoint of any mode, whose weights, moments and place in the epoch both sides begin with.
         against: the other side: "padded" (dense scores under a full mask, which shares nothing with
             `varlen_attention`), or another layout through `varlen_attention`.
-    Returns:
-        losses and relative differences of the gradients by step, `max_abs_diff`, `gradient_max_rel_diff` (first step),
-        `gradient_max_rel_diff_later`, `first_failed_step`, `passed`, the tolerances, `first_step`, the steps that
-        were done before, and `bisect`, where the first failed step begins to differ; None where none failed.
     Raises:
         RecipeError: a tolerance that is not positive.
         VarlenError: the compressed mask does not mean the full one.
@@ -91,16 +88,19 @@ def align(
         comparison.step(parts, learning_rate(recipe.train, done + step))
         hashes.append(ids_hash(plan.step_ids(state.step)))
         on_step(step, *comparison.losses[-1])
-    return {
-        "recipe": recipe.checkpoint.output_dir.name,
-        "mode": recipe.mode,
-        "steps": steps,
-        "first_step": done,
-        **comparison.result(),
-        "sample_ids_sha256": hashes,
-        "versions": ours.graphs.versions,
-        "seconds": round(time.perf_counter() - begin, 1),
-    }
+    return Alignment(
+        recipe=recipe.checkpoint.output_dir.name,
+        mode=recipe.mode,
+        steps=steps,
+        first_step=done,
+        verdict=comparison.verdict(),
+        against=against,
+        noise_floor=comparison.noise,
+        bisect=comparison.found,
+        sample_ids_sha256=hashes,
+        versions=ours.graphs.versions,
+        seconds=round(time.perf_counter() - begin, 1),
+    )
 
 
 class Comparison:
@@ -108,18 +108,21 @@ class Comparison:
 
     Args:
         ours: the recipe's side.
-        other: what it is compared with, of the layout `against`.
+        other: the side to compare with.
+        against: its layout.
         tolerance: largest difference of the loss; None measures the noise floor.
     Attributes:
         losses: of both sides, by step.
+        noise: the noise floor; None until it is measured, 0 if the caller gave a tolerance.
+        found: where the first failed step begins to differ; None if none failed.
     """
 
     def __init__(self, ours: Side, other: Side, against: Mode, tolerance: float | None):
         self._ours, self._other, self._against = ours, other, against
         self._limit = LOSS_TOLERANCE[ours.target] if tolerance is None else tolerance
-        self._noise: float | None = 0.0 if tolerance is None else None
+        self.noise: float | None = 0.0 if tolerance is None else None
         self._gradients: list[tuple[float, str]] = []
-        self._found: dict[str, Any] | None = None
+        self.found: Bisection | None = None
         self.losses: list[tuple[float, float]] = []
 
     def step(self, parts: list[np.ndarray], rate: float) -> None:
@@ -132,20 +135,20 @@ class Comparison:
         ours, other = self._ours, self._other
         rows = parts_of_other(np.concatenate(parts), ours.workload.store.train.lengths, other.workload.layout)
         accumulated_ours = ours.accumulate(parts)
-        if self._noise is not None and len(self.losses) < NOISE_STEPS:
-            self._noise = max(self._noise, other.noise(rows))
+        if self.noise is not None and len(self.losses) < NOISE_STEPS:
+            self.noise = max(self.noise, other.noise(rows))
             loosest = max(LOOSEST, LOSS_TOLERANCE[ours.target])
-            self._limit = min(max(self._limit, NOISE_MULTIPLE * self._noise), loosest)
+            self._limit = min(max(self._limit, NOISE_MULTIPLE * self.noise), loosest)
         accumulated_other = other.accumulate(rows)
         self._gradients.append(self._gradient_difference(rows))
         self.losses.append((accumulated_ours.loss, accumulated_other.loss))
-        if self._found is None and not self._within():
-            self._found = _where_it_begins(ours, parts, other, rows, self._against)
+        if self.found is None and not self._within():
+            self.found = _where_it_begins(ours, parts, other, rows, self._against)
         ours.graphs.apply(rate, accumulated_ours)
         other.graphs.apply(rate, accumulated_other)
 
     def _gradient_difference(self, rows: list[np.ndarray]) -> tuple[float, str]:
-        """Of what both sides have accumulated; at equal weights where a later step's is beyond its limit."""
+        """Compare the accumulated gradients; at equal weights if those of a later step are beyond their limit."""
         ours, other = self._ours.graphs, self._other
         found = gradient_difference(ours.gradients(), other.graphs.gradients())
         if self.losses and not found[0] <= LATER_GRADIENT_TOLERANCE[self._ours.target]:
@@ -154,113 +157,46 @@ class Comparison:
         return found
 
     def _within(self) -> bool:
-        """Whether the last step is within all bounds; a NaN is not."""
+        """Return whether the last step is within all limits; a NaN is not."""
         limits = GRADIENT_TOLERANCE if len(self.losses) == 1 else LATER_GRADIENT_TOLERANCE
         loss, loss_other = self.losses[-1]
         return abs(loss - loss_other) <= self._limit and self._gradients[-1][0] <= limits[self._ours.target]
 
-    def result(self) -> dict[str, Any]:
-        """What `align` returns of the steps."""
+    def verdict(self) -> Verdict:
+        """Judge all steps so far."""
         target = self._ours.target
         limits = self._limit, GRADIENT_TOLERANCE[target], LATER_GRADIENT_TOLERANCE[target]
-        return {
-            **compare(self.losses, self._gradients, *limits),
-            "against": self._against,
-            "noise_floor": self._noise,
-            "bisect": self._found,
-        }
+        return compare(self.losses, self._gradients, *limits)
 
 
 def _where_it_begins(
     ours: Side, parts: list[np.ndarray], other: Side, other_parts: list[np.ndarray], against: Mode
-) -> dict[str, Any]:
-    """Both sides of a failed step against dense padded rows, which share nothing with either: the recipe's first."""
+) -> Bisection:
+    """Compare the recipe's side of a failed step with dense padded rows, and then the other side if ours agrees."""
     weights = ours.graphs.model_weights()
     dense = dense_side(ours.workload, ours.target)[2]
     found = bisect(ours.workload, parts, weights, ours.graphs.attention, dense)
-    if against is Mode.PADDED or found["rung"] is not None:
+    if against is Mode.PADDED or found.rung is not None:
         return found
     found = bisect(other.workload, other_parts, weights, other.graphs.attention, dense)
-    if found["rung"] is None:
-        return found | {"text": f"the recipe's layout and --against {against} both agree with dense rows: drift"}
-    words = f"the recipe's layout agrees with dense rows, --against {against} does not: {found['text']}"
-    return found | {"text": words}
+    if found.rung is None:
+        words = f"the recipe's layout and --against {against} both agree with dense rows: drift"
+    else:
+        words = f"the recipe's layout agrees with dense rows, --against {against} does not: {found.text}"
+    return dataclasses.replace(found, text=words)
 
 
 def _begin(workload: Workload, start_from: Path | None, *sides: Side) -> tuple[PlanState, int]:
-    """The place in the plan to begin at and the steps done before, with the sides' weights and moments as they were."""
+    """Return the first place in the plan and the steps done before; load the checkpoint into both sides."""
     if start_from is None:
         return workload.plans.start(), 0
     mode = read_manifest(start_from)["mode"]
     checkpoint = load_checkpoint(start_from, mode, sides[0].graphs.parameter_shapes())
     for side in sides:
         side.graphs.load(checkpoint.model, checkpoint.optimizer)
-    # What was imported from elsewhere has no place in a plan.
+    # An imported checkpoint has no place in a plan.
     saved = checkpoint.state.get("plan")
     if not saved:
         return workload.plans.start(), checkpoint.step
     check_data(start_from, checkpoint.manifest, workload.store.fingerprint)
     return resumed_state(workload.plans, saved, []), checkpoint.step
-
-
-def compare(
-    losses: list[tuple[float, float]],
-    gradients: list[tuple[float, str]],
-    loss_limit: float,
-    gradient_limit: float,
-    later_gradient_limit: float,
-) -> dict[str, Any]:
-    """Judge two trainings.
-
-    Args:
-        losses: of both sides, by step.
-        gradients: by step, the largest relative difference of a parameter's gradient and that parameter's name.
-        loss_limit: largest difference of the loss.
-        gradient_limit: largest relative difference of the first step's gradients.
-        later_gradient_limit: the same for later steps.
-    Returns:
-        the curves, the largest differences, the limits, and the first step beyond one of them (a NaN is beyond it).
-    """
-    loss, loss_padded = np.array(losses).T
-    differences = np.abs(loss - loss_padded)
-    relative = np.array([difference for difference, _ in gradients])
-    limits = np.array([gradient_limit] + [later_gradient_limit] * (len(gradients) - 1))
-    failed = np.flatnonzero(~((differences <= loss_limit) & (relative <= limits)))
-    worst = int(np.argmax(relative / limits))
-    return {
-        "loss": loss.tolist(),
-        "loss_padded": loss_padded.tolist(),
-        "gradient_rel_diff": relative.tolist(),
-        "max_abs_diff": float(differences.max()),
-        "tolerance": loss_limit,
-        "gradient_max_rel_diff": float(relative[0]),
-        "gradient_tolerance": gradient_limit,
-        "gradient_max_rel_diff_later": float(relative[1:].max(initial=0.0)),
-        "gradient_tolerance_later": later_gradient_limit,
-        "gradient_worst_parameter": gradients[worst][1],
-        "first_failed_step": int(failed[0]) + 1 if failed.size else None,
-        "passed": failed.size == 0,
-    }
-
-
-def gradient_difference(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> tuple[float, str]:
-    """The largest relative difference of a parameter's gradient, and that parameter's name.
-
-    A parameter's difference is held against its own norm, or a thousandth of the whole gradient's where that is larger:
-    some gradients are zero but for rounding (a key bias moves no softmax).
-    """
-    norms = {name: float(np.linalg.norm(gradient)) for name, gradient in expected.items()}
-    floor = 1e-3 * float(np.linalg.norm(list(norms.values())))
-    differences = {
-        name: _relative(float(np.linalg.norm(found[name] - gradient)), max(norms[name], floor))
-        for name, gradient in expected.items()
-    }
-    worst = max(differences, key=differences.__getitem__)
-    return differences[worst], worst
-
-
-def _relative(difference: float, scale: float) -> float:
-    """0 for equal gradients, of zeros too; infinity for what cannot be compared."""
-    if difference == 0:
-        return 0.0
-    return difference / scale if np.isfinite(difference) and 0 < scale < np.inf else np.inf

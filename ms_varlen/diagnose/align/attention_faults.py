@@ -1,7 +1,7 @@
-"""Names what a wrong attention did: which tokens each token saw is recovered from its output. Pure NumPy.
+"""Name the fault of a wrong attention: recover from its output which tokens each token saw. Pure NumPy.
 
 Attention over the keys [s, e) is a quotient of two differences of prefix sums, so that all starts s (or all ends e) of
-one token cost O(T D). Masks that are no ranges, and whole orders of lengths, are tried as hypotheses before.
+one token cost O(T D). Masks that are no ranges, and wrong orders of the lengths, are tried first, as hypotheses.
 """
 
 import collections
@@ -11,9 +11,9 @@ import numpy as np
 
 TOLERANCE = 1e-4
 RANGE_TOLERANCE = 2e-5
-"""Of the largest value, for a range of keys: one key among thousands moves an output by little."""
+"""Relative to the largest value, for a range of keys: one key among thousands moves an output by little."""
 MOST_TOKENS = 2048
-"""Tokens of a batch that faults are looked for in; T x T scores are held for one of them at a time."""
+"""Longest batch that is searched for faults, in tokens; the T x T scores of one hypothesis are held at a time."""
 
 
 def name_attention_fault(
@@ -25,14 +25,14 @@ def name_attention_fault(
     starts: np.ndarray,
     lengths: Sequence[int],
 ) -> tuple[str, str]:
-    """The catalogue's code for an attention output that is wrong, and the fault in words.
+    """Return the catalogue's code for a wrong attention output, and the fault in words.
 
     Args:
-        q_TND, k_TND, v_TND, out_TND: [T, N or n, D] fp32, what went in and came out.
+        q_TND, k_TND, v_TND, out_TND: [T, N or n, D] fp32, inputs and output.
         ends: [G] ints, the running ends that the batch carries.
         starts, lengths: [B] ints, where each sample lies on T.
     Returns:
-        LOSS-DIFFERS where no known fault gives this output.
+        LOSS-DIFFERS if no known fault gives this output.
     """
     tokens = q_TND.shape[0]
     if tokens > MOST_TOKENS:
@@ -50,7 +50,7 @@ def name_attention_fault(
 
 
 def _gives(q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, mask: np.ndarray, real: np.ndarray) -> bool:
-    """Whether attention under a mask [T, T] (True = keep) has this output at the real tokens."""
+    """Return whether attention under a mask [T, T] (True = keep) gives this output at the real tokens."""
     groups = q.shape[1] // k.shape[1]
     for head in range(q.shape[1]):
         expected = _attend(q[:, head], k[:, head // groups], v[:, head // groups], mask)[real]
@@ -69,7 +69,7 @@ def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray) -> np
 
 
 def _hypotheses(tokens: int, segments: np.ndarray) -> Iterator[tuple[str, str, np.ndarray]]:
-    """(code, words, mask) of the faults that ranges do not tell."""
+    """Yield (code, words, mask) of the faults that are no ranges."""
     causal = np.tri(tokens, dtype=bool)
     isolated = _isolating(segments)
     if len(segments) > 1:  # else it is the right mask
@@ -77,7 +77,7 @@ def _hypotheses(tokens: int, segments: np.ndarray) -> Iterator[tuple[str, str, n
     yield "MASK-INVERTED", "tokens see their sample's future as well: the causal mask is missing", isolated
     yield (
         "MASK-INVERTED",
-        "tokens see what they must not and nothing else: the mask means the opposite",
+        "tokens see exactly the tokens that they must not see: the mask is inverted",
         ~(causal & isolated),
     )
     yield "MASK-INVERTED", "tokens see their sample's future alone: the mask is upside down", causal.T & isolated
@@ -105,7 +105,7 @@ def _seen_ranges(
     first_of: np.ndarray,
     sizes: np.ndarray,
 ) -> np.ndarray:
-    """[real tokens, 2] ints, the keys [s, e) whose attention is each token's output; -1 where there are none.
+    """Return [real tokens, 2] ints, the keys [s, e) that explain each token's output; -1 if none do.
 
     Args:
         q, k, v, out: [T, D] float64 of one head.
@@ -120,7 +120,7 @@ def _seen_ranges(
         weights = np.exp(scores - scores.max())
         total = np.concatenate([[0.0], np.cumsum(weights)])
         summed = np.concatenate([np.zeros((1, v.shape[1])), np.cumsum(weights[:, None] * v, axis=0)])
-        # What must be is looked at first, since equal tokens make several ranges give one output.
+        # The right range comes first: equal tokens let several ranges give one output.
         pairs = [(np.array([first]), np.array([t + 1])), (places[: t + 1], np.full(t + 1, t + 1))]
         pairs += [(np.full(tokens - first, first), places[first + 1 :]), (places[:last], np.full(last, last))]
         for s, e in pairs:
@@ -137,7 +137,7 @@ def _seen_ranges(
 def _name_ranges(
     seen: np.ndarray, real: np.ndarray, first_of: np.ndarray, segments: np.ndarray, firsts: np.ndarray
 ) -> tuple[str, str] | None:
-    """The fault that lets each token see these keys."""
+    """Return the fault that lets each token see these keys; None if they are right or unknown."""
     start, end = seen.T
     ahead, known = end - (real + 1), start >= 0
     nothing_before = ~known & (real == first_of)
@@ -153,7 +153,7 @@ def _name_ranges(
 
 
 def _name_ends(ahead: np.ndarray, depth: np.ndarray) -> tuple[str, str]:
-    """Tokens see their sample's beginning, but to a wrong end: `ahead` of it, `depth` tokens in all."""
+    """Name the fault of tokens that see from their sample's start to a wrong end: `ahead` of it, `depth` in all."""
     usual = collections.Counter(ahead.tolist()).most_common(1)[0][0]
     if usual == -1:
         return "MASK-WRONG", "tokens do not see themselves: the causal mask is one short"
@@ -172,7 +172,7 @@ def _name_ends(ahead: np.ndarray, depth: np.ndarray) -> tuple[str, str]:
 def _name_starts(
     start: np.ndarray, real: np.ndarray, first_of: np.ndarray, segments: np.ndarray, firsts: np.ndarray
 ) -> tuple[str, str]:
-    """Tokens see up to themselves, but from a wrong beginning."""
+    """Name the fault of tokens that see up to themselves, but from a wrong start."""
     begun = np.unique(start)
     width = int((real + 1 - start).max())
     if (np.maximum(first_of, real + 1 - width) == start).all():
@@ -182,17 +182,17 @@ def _name_starts(
         return "MASK-DENSE", f"tokens see across the boundary: the one at {real[i]} sees from {start[i]} on, its " + (
             f"sample begins at {first_of[i]}"
         )
-    told = np.diff(np.append(begun, real[-1] + 1)).tolist()
-    left, whole = collections.Counter(segments.tolist()), collections.Counter(told[:-1])
-    moved = told[:-1] != segments[: len(told) - 1].tolist()
-    # The last may be cut by the end of the samples, but is of a segment that is left.
-    if moved and not whole - left and told[-1] <= max(left - whole, default=0):
-        return "LEN-ORDER", f"attention was told lengths {told[:6]}, the samples have {segments[:6].tolist()}"
-    return "LEN-WRONG", _name_ends_told(begun, firsts)
+    used = np.diff(np.append(begun, real[-1] + 1)).tolist()
+    left, whole = collections.Counter(segments.tolist()), collections.Counter(used[:-1])
+    moved = used[:-1] != segments[: len(used) - 1].tolist()
+    # The end of the samples may cut the last one, which must still fit a segment that is left.
+    if moved and not whole - left and used[-1] <= max(left - whole, default=0):
+        return "LEN-ORDER", f"attention used lengths {used[:6]}, the samples have {segments[:6].tolist()}"
+    return "LEN-WRONG", _name_moved_ends(begun, firsts)
 
 
-def _name_ends_told(begun: np.ndarray, firsts: np.ndarray) -> str:
-    """How the places where attention begins anew differ from those where samples do."""
+def _name_moved_ends(begun: np.ndarray, firsts: np.ndarray) -> str:
+    """Describe how the places where attention starts again differ from the starts of the samples."""
     missing, extra = np.setdiff1d(firsts, begun), np.setdiff1d(begun, firsts)
     if missing.size == 0:
         return f"an end more than there are samples, at {extra[0]}: a sample is cut in two"
@@ -207,13 +207,13 @@ def _name_ends_told(begun: np.ndarray, firsts: np.ndarray) -> str:
 def _name_scale(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, mask: np.ndarray, real: np.ndarray
 ) -> tuple[str, str]:
-    """A wrong scale of the scores or of the output, of one head's; else an unknown fault."""
+    """Name a wrong scale of the scores or of the output; else an unknown fault. Looks at the first head."""
     expected, given = _attend(q[:, 0], k[:, 0], v[:, 0], mask)[real], out[real, 0]
     factor = float((given * expected).sum() / max(float((expected * expected).sum()), 1e-30))
     if np.abs(factor * expected - given).max() <= RANGE_TOLERANCE * np.abs(given).max():
         if abs(factor - 1) < 1e-5:
-            return "LOSS-DIFFERS", "the attention's output is that of no known fault; the first head's is right"
-        return "LOSS-DIFFERS", f"the attention's output is {factor:.4g} times what it must be"
+            return "LOSS-DIFFERS", "no known fault gives the attention's output; the first head's is right"
+        return "LOSS-DIFFERS", f"the attention's output is {factor:.4g} times the right one"
     rows = real[: min(real.size, 256)]
     some, keep = slice(0, int(rows.max()) + 1), mask[: int(rows.max()) + 1, : int(rows.max()) + 1]
 
@@ -226,5 +226,5 @@ def _name_scale(
         centre, reach = float(min(logs, key=lambda log: error(np.exp(log)))), reach / 4
     scale = float(np.exp(centre))
     if error(scale) <= RANGE_TOLERANCE * float(np.abs(v).max()):
-        return "LOSS-DIFFERS", f"the scores are {scale:.3g} times what they must be: a wrong scale"
-    return "LOSS-DIFFERS", "the attention's output is that of no known fault"
+        return "LOSS-DIFFERS", f"the scores are {scale:.3g} times the right ones: a wrong scale"
+    return "LOSS-DIFFERS", "no known fault gives the attention's output"

@@ -1,14 +1,12 @@
-"""Where two layouts of the same samples begin to differ: which kind of batch, then which sample, layer and tensor.
+"""Bisection: on which batch, sample, layer and tensor two layouts of the same samples begin to differ.
 
-The order is that of the troubleshooting chapter: lengths off (one sample whose segment is all of T, so that no length
-can be wrong), rows of one length, a batch of one, then growing variation, and at last the micro-batch that failed;
-forward before backward. Everything runs in PyNative mode, so that
-nothing is compiled, through the same data path as training: a fault anywhere on it shows here.
+Batches come simplest first: one sample whose segment is all of T (no length can be wrong), rows of one length, a batch
+of one, growing variation, and at last the micro-batches that failed; forward before backward. They take the data path
+of training, so a fault anywhere on it shows here. Everything runs in PyNative mode and compiles nothing.
 """
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import mindspore as ms
 import numpy as np
@@ -18,7 +16,7 @@ from ms_varlen.batches.dataset import MicroBatches
 from ms_varlen.batches.layout import Layout
 from ms_varlen.batches.micro_batch import COLUMNS, Columns, MicroBatch, count_supervised
 from ms_varlen.batches.samples import ArraySamples
-from ms_varlen.catalogue import explain
+from ms_varlen.diagnose.align.alignment import Bisection, Rung, gradient_difference
 from ms_varlen.diagnose.align.attention_faults import name_attention_fault
 from ms_varlen.diagnose.lint.columns import Finding
 from ms_varlen.diagnose.lint.lint import lint_batch
@@ -51,8 +49,7 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """One path's numbers on a batch: loss per token, gradients by name, each layer's q, k, v and output, and its true
-    lengths."""
+    """Numbers of one layout: loss per token, gradients by name, each layer's q, k, v and output, and its lengths."""
 
     loss: float
     gradients: Mapping[str, np.ndarray]
@@ -62,7 +59,7 @@ class Outcome:
 
 
 class Recorder:
-    """An attention that keeps what went in and out; PyNative only."""
+    """An attention that records its inputs and its output; PyNative only."""
 
     def __init__(self, path: AttentionPath):
         self._attend = path.attend
@@ -81,7 +78,7 @@ def bisect(
     weights: Mapping[str, np.ndarray],
     ours: AttentionPath,
     padded: AttentionPath,
-) -> dict[str, Any]:
+) -> Bisection:
     """Find the simplest batch on which the recipe's layout and dense padded rows differ, and where it begins.
 
     Args:
@@ -89,41 +86,32 @@ def bisect(
         parts: sample ids of the micro-batches of the step that failed.
         weights: of the model at that step, by name.
         ours, padded: the two attentions.
-    Returns:
-        `rung` and `stage` where they differ (None where no rung does), `rungs` (all that were tried), `sample`, its
-        `length`, the `lengths` around it, `layer`, `tensor`, `code` of the catalogue, `text`, all of it in words, and
-        the code's `remedy`.
     """
     before = ms.get_context("mode")
     ms.set_context(mode=ms.PYNATIVE_MODE)
     try:
-        tried: list[dict[str, Any]] = []
+        tried: list[Rung] = []
         for batch, ids in _rungs(workload, parts):
             try:
                 stage, found, expected = _compare(workload, batch, weights, ours, padded)
             except VarlenError as error:
-                found_by_check = {"stage": "batch check", "code": error.code, "text": str(error)}
-                return _report(tried, batch, {"sample": None, "layer": None, "tensor": None, **found_by_check})
-            tried.append({"rung": batch.rung, "differs": stage})
+                return Bisection(
+                    rung=batch.rung,
+                    rungs=tried,
+                    stage="batch check",
+                    code=error.code or "LOSS-DIFFERS",
+                    text=str(error),
+                )
+            tried.append(Rung(batch.rung, stage))
             if stage is not None:
-                return _report(tried, batch, {"stage": stage, **_locate(batch, ids, found, expected, stage)})
-        return {
-            "rung": None,
-            "rungs": tried,
-            "code": "LOSS-DIFFERS",
-            "text": "no batch differs at equal weights: drift",
-            "remedy": explain("LOSS-DIFFERS").remedy,
-        }
+                return dataclasses.replace(_locate(batch, ids, found, expected, stage), rungs=tried, stage=stage)
+        return Bisection(rungs=tried, code="LOSS-DIFFERS", text="no batch differs at equal weights: drift")
     finally:
         ms.set_context(mode=before)
 
 
-def _report(tried: list[dict[str, Any]], batch: Batch, where: dict[str, Any]) -> dict[str, Any]:
-    return {"rung": batch.rung, "rungs": tried, **where, "remedy": explain(where["code"]).remedy}
-
-
 def _rungs(workload: Workload, parts: list[np.ndarray]) -> Iterator[tuple[Batch, np.ndarray]]:
-    """From the simplest batch to the ones that failed, with the sample ids in them."""
+    """Yield batches and their sample ids, from the simplest to the micro-batches that failed."""
     table, layout, divisor = workload.store.train, workload.layout, workload.recipe.shapes.divisor
     lengths = np.asarray(table.lengths)
     ids = np.concatenate(parts)
@@ -154,29 +142,15 @@ def _rungs(workload: Workload, parts: list[np.ndarray]) -> Iterator[tuple[Batch,
 def _compare(
     workload: Workload, batch: Batch, weights: Mapping[str, np.ndarray], ours: AttentionPath, padded: AttentionPath
 ) -> tuple[str | None, Outcome, Outcome]:
-    """The stage that differs on a batch, forward first; None where none does."""
+    """Return the first stage that differs on a batch (None if none does), and the numbers of both layouts."""
     found = _run(workload, batch, batch.layout, weights, ours)
     expected = _run(workload, batch, _dense_layout(batch, workload.recipe.shapes.divisor), weights, padded)
     if not abs(found.loss - expected.loss) <= LOSS_TOLERANCE:
         return "forward", found, expected
     if _first_tensor(found, expected) is not None:
         return "forward", found, expected
-    name = _worst_gradient(found.gradients, expected.gradients)
-    return (f"backward ({name})" if name else None), found, expected
-
-
-def _worst_gradient(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> str | None:
-    """The parameter whose gradient differs most for its size, the first that is not finite before it; None where all
-    agree.
-    """
-    norms = {name: float(np.linalg.norm(gradient)) for name, gradient in expected.items()}
-    floor = 1e-3 * (max(norms.values()) or 1.0)
-    differences = {
-        name: float(np.linalg.norm(found[name] - gradient)) / max(norms[name], floor)
-        for name, gradient in expected.items()
-    }
-    worst = max(differences, key=lambda name: np.nan_to_num(differences[name], nan=np.inf))
-    return None if differences[worst] <= GRADIENT_TOLERANCE else worst
+    difference, name = gradient_difference(found.gradients, expected.gradients)
+    return (f"backward ({name})" if difference > GRADIENT_TOLERANCE else None), found, expected
 
 
 def _dense_layout(batch: Batch, divisor: int) -> Layout:
@@ -212,7 +186,7 @@ def _run(
 
 
 def _first_tensor(found: Outcome, expected: Outcome) -> tuple[int, str, int] | None:
-    """(layer, tensor, place of the sample in the batch) of the first difference over samples' own tokens."""
+    """Return (layer, tensor, place of the sample in the batch) of the first difference; padding does not count."""
     lengths = expected.columns["seq_lens"]
     for layer in range(len(expected.layers)):
         for tensor in TENSORS:
@@ -223,8 +197,8 @@ def _first_tensor(found: Outcome, expected: Outcome) -> tuple[int, str, int] | N
     return None
 
 
-def _locate(batch: Batch, ids: np.ndarray, found: Outcome, expected: Outcome, stage: str) -> dict[str, Any]:
-    """The sample, layer and tensor where a difference begins, and its code where the pattern is known."""
+def _locate(batch: Batch, ids: np.ndarray, found: Outcome, expected: Outcome, stage: str) -> Bisection:
+    """Return the sample, layer and tensor where a difference begins, with its code if the pattern is known."""
     first = _first_tensor(found, expected)
     lengths = [sample.size for sample in batch.samples]
     if first is None:
@@ -252,7 +226,7 @@ def _locate(batch: Batch, ids: np.ndarray, found: Outcome, expected: Outcome, st
     else:
         code, detail = "LOSS-DIFFERS", f"{tensor} differs first in layer {layer}"
     if batch.rung == LENGTHS_OFF and tensor == "attention output" and not code.startswith("LEN"):
-        detail += "; no lengths are at work here: the attention itself is wrong"
+        detail += "; this batch does not depend on lengths: the attention itself is wrong"
     return _where(batch, ids, place, layer, tensor, lengths, code, detail)
 
 
@@ -267,7 +241,7 @@ def _of_sample(outcome: Outcome, column: str, place: int, length: int) -> np.nda
 
 
 def _name_loss_fault(found: Outcome, expected: Outcome, stage: str) -> tuple[int | None, str, str, str]:
-    """(place of the sample, tensor, code, words) where all layers agree: the labels, or nothing that is known."""
+    """Return (place of the sample, tensor, code, words) if all layers agree: a label fault, or an unknown one."""
     outside = count_supervised(found.columns["labels"][~found.lens.real_mask])
     if outside:
         return None, "labels", "LABEL-PAD", f"{outside} targets lie in padding, which must have none"
@@ -300,7 +274,7 @@ def _name_loss_fault(found: Outcome, expected: Outcome, stage: str) -> tuple[int
 def _name_label_fault(
     ours: np.ndarray, theirs: np.ndarray, ids: np.ndarray, finding: Finding | None
 ) -> tuple[str, str]:
-    """(code, words) for the labels of a sample that are not what they must be."""
+    """Return (code, words) for a sample with wrong labels."""
     i = int(np.argmax(ours != theirs))
     says = "no target" if ours[i] == IGNORE_INDEX else f"target {ours[i]}"
     must = "none" if theirs[i] == IGNORE_INDEX else f"{theirs[i]}"
@@ -309,16 +283,16 @@ def _name_label_fault(
     targets = ours != IGNORE_INDEX
     if targets.any() and np.array_equal(ours[targets], ids[targets]):
         return "LABEL-SHIFT", f"{detail}; each target is the token itself: labels were not shifted"
-    # A target that is gone looks like a masked prompt: the linter cannot know.
+    # A lost target looks like a masked prompt, so the linter cannot find it.
     return (finding.code, f"{detail}; {finding.text}") if finding else ("LABEL-WRONG", detail)
 
 
 def _name_token_fault(place: int, found: Outcome, expected: Outcome) -> tuple[str, str]:
-    """(code, words) where a sample's values differ in layer 0: other tokens, or the same and another embedding."""
+    """Return (code, words) for a sample whose values differ in layer 0: other tokens, or another embedding."""
     lengths = expected.lens.seq_lens.tolist()
     ours, theirs = (_of_sample(side, "input_ids", place, lengths[place]) for side in (found, expected))
     if np.array_equal(ours, theirs):
-        return "LOSS-DIFFERS", "the tokens agree, what is computed from them before the attention does not"
+        return "LOSS-DIFFERS", "the tokens agree, but the values computed from them before the attention differ"
     one_after_another = np.concatenate(
         [_of_sample(expected, "input_ids", other, length) for other, length in enumerate(lengths)]
     )
@@ -335,7 +309,7 @@ def _name_token_fault(place: int, found: Outcome, expected: Outcome) -> tuple[st
     i = int(np.argmax(ours != theirs))
     return "DATA-TOKENS", (
         f"token {i} of the sample must be id {theirs[i]}, got {ours[i]} ({int((ours != theirs).sum())} of {ours.size} "
-        "differ); take the ids from the store as they are"
+        "differ); take the ids from the store unchanged"
     )
 
 
@@ -352,17 +326,18 @@ def _where(
     lengths: list[int],
     code: str,
     detail: str,
-) -> dict[str, Any]:
+) -> Bisection:
     sample = None if place is None else int(ids[place])
     around = lengths if place is None else lengths[max(place - 2, 0) : place + 3]
     at = "" if place is None else f", sample {sample} ({lengths[place]} tokens, lengths around it {around})"
     in_layer = "" if layer is None else f", layer {layer}"
-    return {
-        "sample": sample,
-        "length": None if place is None else lengths[place],
-        "lengths": around,
-        "layer": layer,
-        "tensor": tensor,
-        "code": code,
-        "text": f"{batch.rung}{at}{in_layer}, {tensor}: {detail}",
-    }
+    return Bisection(
+        rung=batch.rung,
+        sample=sample,
+        length=None if place is None else lengths[place],
+        lengths=around,
+        layer=layer,
+        tensor=tensor,
+        code=code,
+        text=f"{batch.rung}{at}{in_layer}, {tensor}: {detail}",
+    )

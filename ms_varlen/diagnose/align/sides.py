@@ -1,4 +1,4 @@
-"""The two sides of an alignment: how each lays out the same samples, and what it computes of them."""
+"""The two sides of an alignment: how each lays out the same samples and trains on them."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ DENSE_ROWS = 4
 """Rows of a micro-batch on the padded side."""
 
 MOST_SEGMENTS = 128
-"""Of a micro-batch on another side than the padded one."""
+"""Segments of a micro-batch on the other side, if that is not padded."""
 
 
 @dataclasses.dataclass
@@ -39,7 +39,7 @@ class Side:
         return self.graphs.accumulate_all([self._batches.micro_batch(ids) for ids in parts])
 
     def gradients_at(self, weights: dict[str, np.ndarray], parts: list[np.ndarray]) -> dict[str, np.ndarray]:
-        """Gradient sums of micro-batches at other weights; this side's own weights stay, its accumulators are empty."""
+        """Return the gradient sums of micro-batches at other weights; own weights stay, accumulators end empty."""
         own = self.graphs.model_weights()
         self.graphs.clear_gradients()
         self.graphs.set_weights(weights)
@@ -50,7 +50,7 @@ class Side:
         return gradients
 
     def noise(self, parts: list[np.ndarray]) -> float:
-        """How much the loss of micro-batches moves when their samples change places; the accumulators stay empty."""
+        """Return how much the loss moves when samples change places; the accumulators stay empty."""
         losses = []
         for chosen in (parts, _in_other_places(parts, self.workload.layout)):
             losses.append(self.accumulate(chosen).loss)
@@ -59,7 +59,7 @@ class Side:
 
 
 def dense_side(workload: Workload, target: str) -> tuple[Workload, str, AttentionPath]:
-    """The workload laid out as dense padded rows."""
+    """Return the workload laid out as dense padded rows, and its attention."""
     recipe = workload.recipe
     divisor = recipe.shapes.divisor
     longest = round_up(recipe.model.seq_length, divisor)
@@ -79,7 +79,7 @@ def _row_mask(lens: SeqLens) -> dict[str, np.ndarray]:
 
 
 def other_side(workload: Workload, target: str, mode: Mode) -> tuple[Workload, str, AttentionPath | None]:
-    """The workload laid out in another mode; the path is None where attention is `varlen_attention`."""
+    """Return the workload laid out in another mode; the path is None if attention is `varlen_attention`."""
     dense, _, path = dense_side(workload, target)
     if not mode.follows_lengths:
         return dense, target, path
@@ -90,16 +90,16 @@ def other_side(workload: Workload, target: str, mode: Mode) -> tuple[Workload, s
 
 
 def _in_other_places(parts: list[np.ndarray], layout: Layout) -> list[np.ndarray]:
-    """The same samples in another order, rows also in other micro-batches: sums over them are rounded otherwise."""
+    """Return the samples in another order, rows also in other micro-batches, so that sums are rounded differently."""
     if not layout.row_lengths:
         return [ids[::-1] for ids in parts]
     return np.array_split(np.roll(np.concatenate(parts), DENSE_ROWS // 2), len(parts))
 
 
 def parts_of_other(ids: np.ndarray, lengths: np.ndarray, layout: Layout) -> list[np.ndarray]:
-    """A step's samples in micro-batches of another layout: rows of like length, or as many as T holds."""
+    """Return a step's samples in micro-batches of another layout: rows of similar length, or as many as T holds."""
     if layout.row_lengths:
-        ids = ids[np.argsort(lengths[ids], kind="stable")]  # which computes fewer pads
+        ids = ids[np.argsort(lengths[ids], kind="stable")]  # fewer pads
         return [ids[start : start + DENSE_ROWS] for start in range(0, ids.size, DENSE_ROWS)]
     if layout.mode.policy == "packed":
         ids = ids[np.argsort(-np.asarray(lengths)[ids], kind="stable")]

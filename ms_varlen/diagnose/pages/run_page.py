@@ -11,6 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ms_varlen.checkpoint.resume import RECIPE_FILE
 from ms_varlen.checkpoint.run_folder import METRICS_FILE
+from ms_varlen.diagnose.align.alignment import Alignment
 from ms_varlen.diagnose.pages.figures import (
     difference_figure,
     length_figure,
@@ -105,29 +106,29 @@ def write_report(run_folder: Path) -> Path:
     return path
 
 
-def write_align_report(result: Mapping[str, Any], path: Path) -> Path:
+def write_align_report(result: Alignment, path: Path) -> Path:
     """Write the page of an alignment: the losses of two modes on the same samples, and how far they are apart.
 
     Args:
-        result: `recipe`, `mode`, `steps`, `loss_padded` and `loss` (one per step, nats per token; NaN, infinite or None
-            where it was not finite), `max_abs_diff`, `tolerance`, `first_failed_step` (or None),
-            `gradient_max_rel_diff`, `gradient_worst_parameter`, `gradient_tolerance`, `passed`, `seconds`.
+        result: what `align` returned; losses may be NaN or infinite.
         path: the page to write; missing folders are made.
     Returns:
         `path`.
     """
-    padded, loss = _floats(result["loss_padded"]), _floats(result["loss"])
+    verdict = result.verdict
+    padded, loss = _floats(verdict.loss_padded), _floats(verdict.loss)
     steps = np.arange(1, loss.size + 1)
-    losses = two_losses_figure(steps, padded, loss, ("padded", result["mode"]))
-    differences = difference_figure(steps, np.abs(loss - padded), result["tolerance"], result["first_failed_step"])
+    losses = two_losses_figure(steps, padded, loss, ("padded", result.mode))
+    differences = difference_figure(steps, np.abs(loss - padded), verdict.tolerance, verdict.first_failed_step)
     figures = [
         ("Loss of both", "Same weights at the start, same samples in every step.", svg_data(losses)),
         ("Difference of the losses", "Absolute, by step.", svg_data(differences)),
     ]
     page = render(
         "align.html.j2",
-        title=f"Alignment of {result['mode']} with {result.get('against', 'padded')}",
+        title=f"Alignment of {result.mode} with {result.against}",
         result=result,
+        verdict=verdict,
         figures=figures,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
