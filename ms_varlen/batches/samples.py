@@ -1,4 +1,4 @@
-"""What a data set asks of its samples, and samples that a program holds in memory. Imports no MindSpore."""
+"""The interface of samples that a data set reads, and samples in memory."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -16,10 +16,10 @@ class Samples(Protocol):
         """[n] int32, tokens per sample."""
 
     def gather(self, ids: np.ndarray) -> np.ndarray:
-        """[sum of their lengths] int32 (host), the tokens of the samples `ids` [k], one sample after another."""
+        """Return [sum of their lengths] int32 (host), the tokens of the samples `ids` [k], one sample after another."""
 
     def gather_supervised(self, ids: np.ndarray) -> np.ndarray | None:
-        """[sum of their lengths] bool (host), which of these tokens are targets; None: all."""
+        """Return [sum of their lengths] bool (host), which of these tokens are targets; None: all."""
 
 
 class ArraySamples:
@@ -51,9 +51,9 @@ class ArraySamples:
             raise DataError(f"supervised[{i}] must have one entry per token of samples[{i}]; give each sample its own")
 
     def gather(self, ids: np.ndarray) -> np.ndarray:
-        """[sum of their lengths] int32 (host), the tokens of the samples `ids` [k], one sample after another."""
+        """Return [sum of their lengths] int32 (host), the tokens of the samples `ids` [k], one sample after another."""
         return np.concatenate([self._samples[i] for i in ids]).astype(np.int32)
 
     def gather_supervised(self, ids: np.ndarray) -> np.ndarray | None:
-        """[sum of their lengths] bool (host), which of these tokens are targets; None: all."""
+        """Return [sum of their lengths] bool (host), which of these tokens are targets; None: all."""
         return None if self._supervised is None else np.concatenate([self._supervised[i] for i in ids])

@@ -1,12 +1,12 @@
-"""Before a step ranks tell each other the lengths that they have in hand, and compare them with the whole plan.
+"""Agreement: before each step ranks exchange the lengths of their micro-batches and compare them with the plan.
 
 A report is a head and a row of words for each micro-batch; one exchange brings them together::
 
     head    flag | step | epoch | step of the plan | mode | plan's fingerprint (4)
     row     samples B | T | real tokens | supervised tokens | lengths (up to the cap) or their SHA-256 (8)
 
-The same exchange counts the step's tokens over all ranks and tells who was asked to stop. The lengths themselves are
-sent while all ranks together have room for at most `MOST_LENGTHS`, their hashes beyond.
+The same exchange counts the step's tokens over all ranks and carries requests to stop. Ranks send the lengths
+themselves if the reports of all ranks hold at most `MOST_LENGTHS`, and hashes of them otherwise.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from ms_varlen.planning.plan import EpochPlan, PlanState
 from ms_varlen.ranks.exchange import Exchange
 
 MOST_LENGTHS = 1 << 16
-"""Lengths of a step over all ranks, the unused room counted, that are sent themselves: 256 KiB."""
+"""Most lengths of a step over all ranks, unused room included, that are sent without hashing: 256 KiB."""
 
 HEAD = ("flag", "step", "epoch", "step of the plan", "mode", "plan")
 COUNTS = ("samples", "T", "real tokens", "supervised tokens")
@@ -41,7 +41,7 @@ class StepLengths:
         lengths: [n] ints, tokens per sample.
         offsets: [k+1] ints, where each micro-batch starts.
         tokens: [k] ints, T of each.
-        supervised: [k] ints, tokens with a label of each.
+        supervised: [k] ints, tokens with a loss in each.
     """
 
     lengths: np.ndarray
@@ -51,7 +51,7 @@ class StepLengths:
 
     @classmethod
     def of_plan(cls, lengths: np.ndarray, plan: EpochPlan, step: int, layout: Layout) -> "StepLengths":
-        """What a plan has for a step, rank after rank; a plan knows nothing of labels.
+        """Return the planned lengths of a step, rank after rank; a plan does not know labels, so `supervised` is 0.
 
         Args:
             lengths: [n] ints, of the corpus.
@@ -63,7 +63,7 @@ class StepLengths:
 
     @classmethod
     def of_micro_batches(cls, batches: Sequence[MicroBatch]) -> "StepLengths":
-        """The lengths of micro-batches in hand."""
+        """Return the lengths of micro-batches."""
         seq_lens = [batch.seq_lens for batch in batches]
         return cls(
             np.concatenate(seq_lens),
@@ -73,10 +73,10 @@ class StepLengths:
         )
 
     def words(self, most: int, hashed: bool) -> np.ndarray:
-        """The rows of a report.
+        """Return the rows of a report.
 
         Args:
-            most: samples that a row has room for.
+            most: largest number of samples in a row.
             hashed: send a hash in place of the lengths.
         Returns:
             [k, 4 + most] or [k, 12] int32.
@@ -99,7 +99,7 @@ class StepLengths:
 
 @dataclasses.dataclass(frozen=True)
 class StepPlace:
-    """Where a rank is: optimizer steps done, the place in the plan, the mode and the plan's fingerprint (hex)."""
+    """A rank's place: optimizer steps done, the place in the plan, the mode and the plan's fingerprint (hex)."""
 
     step: int
     state: PlanState
@@ -107,7 +107,7 @@ class StepPlace:
     plan: str
 
     def words(self, flag: int) -> np.ndarray:
-        """[HEAD_WORDS] int32."""
+        """Return the head of a report, [HEAD_WORDS] int32."""
         head = [flag, self.step, self.state.epoch, self.state.step, MODES.index(self.mode)]
         plan = np.frombuffer(bytes.fromhex(self.plan), "<i4")
         return np.concatenate([np.array(head, np.int32), plan])
@@ -118,7 +118,7 @@ class StepCounts:
     """A step's counts over all ranks and micro-batches.
 
     Attributes:
-        real, computed, supervised: tokens: of samples, with padding, with a label.
+        real, computed, supervised: tokens of samples, tokens with padding, tokens with a loss.
         segments: samples.
         stop: whether a rank was asked to stop before this step.
     """
@@ -130,7 +130,7 @@ class StepCounts:
     stop: bool
 
     def metrics(self) -> dict[str, Any]:
-        """The counts under their names in metrics.jsonl."""
+        """Return the counts under their names in metrics.jsonl."""
         return {
             "tokens_real": self.real,
             "tokens_computed": self.computed,
@@ -156,16 +156,16 @@ class StepReports:
     def check(
         self, place: StepPlace, found: StepLengths | VarlenError, planned: StepLengths, stop: bool = False
     ) -> StepCounts:
-        """Tell the others what this rank has in hand, and compare what every rank has with the plan.
+        """Exchange reports, and compare the lengths of every rank with the plan.
 
         Args:
             place: where this rank is.
-            found: its micro-batches, or why it has none.
-            planned: those of all ranks.
+            found: the lengths of its micro-batches, or the error that prevented them.
+            planned: the lengths of all ranks.
             stop: whether this rank was asked to stop.
         Raises:
             VarlenError: `found`.
-            RanksError: a rank is elsewhere, has other lengths than planned, or an error; the same on all ranks.
+            RanksError: a rank is at another place, has other lengths than planned, or failed; raised on all ranks.
         """
         expected = planned.words(self._most, self._hashed)
         failure = found if isinstance(found, VarlenError) else None
@@ -204,7 +204,7 @@ class StepReports:
 
 
 def _check_heads(heads: np.ndarray) -> None:
-    """Every rank must be where rank 0 is."""
+    """Raise RanksError if a rank is at another place than rank 0."""
     wrong = heads[:, 1:] != heads[:1, 1:]
     if not wrong.any():
         return

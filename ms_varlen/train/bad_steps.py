@@ -1,4 +1,4 @@
-"""Steps that held a NaN or an infinity: counted, written down, and ended when there are too many. No MindSpore."""
+"""Skipped steps (NaN or infinity): count them, dump their inputs, stop the run after `train.max_bad_steps`."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ from ms_varlen.workload.workload import Workload
 
 @dataclasses.dataclass
 class Skipped:
-    """What skipped steps took out of the current epoch, and how many there were in all."""
+    """Samples and tokens that skipped steps took out of the current epoch, and the steps skipped in all."""
 
     steps: int = 0
     samples: int = 0
@@ -45,7 +45,7 @@ MOST_NAMED = 8
 
 
 def culprits(losses: np.ndarray, gradients: np.ndarray) -> str:
-    """Which micro-batches hold a NaN or an infinity, in words.
+    """Name the micro-batches that hold a NaN or an infinity, in words.
 
     Args:
         losses: [R, M], the summed loss of each rank's micro-batches.
@@ -112,5 +112,5 @@ def dump_bad_step(
 
 
 def _json_number(value: float) -> float | str:
-    """JSON has no NaN and no infinities: they become "nan", "inf" and "-inf"."""
+    """Replace NaN and infinities, which JSON lacks, by "nan", "inf" and "-inf"."""
     return value if np.isfinite(value) else str(value)

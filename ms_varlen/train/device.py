@@ -14,20 +14,22 @@ def set_up_device(device: DeviceConfig, graph: GraphConfig) -> str:
     """Choose device and mode for this process, before anything runs on it.
 
     Args:
-        device: the `device` section; `auto` takes an NPU where MindSpore sees one.
+        device: the `device` section; `auto` takes an NPU if MindSpore sees one.
         graph: the `graph` section.
     Returns:
         "CPU" or "Ascend".
     Raises:
-        RecipeError: the device asked for is not there.
+        RecipeError: the requested device is missing.
     """
-    # What MindSpore starts with: Ascend where its libraries load. Asking `hal.is_available` warns at length on a CPU.
+    # MindSpore's default: Ascend if its libraries load. On a CPU, `hal.is_available` prints long warnings.
     target = ms.get_context("device_target") if device.target == "auto" else device.target
     if device.target == ASCEND and not ms.hal.is_available(ASCEND):
         raise RecipeError(
             ["device.target: must be a device that MindSpore sees, got Ascend and there is none; use auto or CPU"]
         )
-    if ms.get_context("device_target") != target:  # MindSpore refuses the call, even to no effect, once it has run
+    if (
+        ms.get_context("device_target") != target
+    ):  # after its first use MindSpore refuses the call, even without a change
         ms.set_device(target)
     ms.set_context(mode=ms.GRAPH_MODE if graph.mode == "graph" else ms.PYNATIVE_MODE)
     if graph.mode == "graph":

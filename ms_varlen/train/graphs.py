@@ -116,11 +116,11 @@ class TrainingGraphs:
         workload: the recipe and its shapes; planned for several ranks, gradients are summed over them.
         target: "CPU" (fp32) or "Ascend" (bf16 compute, fp32 masters).
         attention: by default `varlen_attention` with the body in use.
-        declare: False tells the training cell no sizes, so that MindSpore compiles a graph for each new one, up to
-            `graph.max_graphs` in all; for measuring what that costs.
+        declare: False declares no sizes to the training cell, so that MindSpore compiles a graph for each new
+            size, up to `graph.max_graphs` in all; to measure what that costs.
     Attributes:
         attention: the attention and what it reads.
-        initial_weights: where the weights came from (`InitialWeights.record`); None for random ones.
+        initial_weights: origin of the weights (`InitialWeights.record`); None for random ones.
         versions: of everything that numbers depend on.
     """
 
@@ -175,7 +175,7 @@ class TrainingGraphs:
         }
 
     def _declare(self, declare: bool) -> CompileWatch:
-        """Tell each cell its sizes and predict its graphs."""
+        """Declare each cell's sizes and predict its graphs."""
         workload = self._workload
         graph, expected = workload.recipe.graph, workload.predicted_graphs
         if not declare:
@@ -222,7 +222,7 @@ class TrainingGraphs:
         }
 
     def _made_up_micro_batch(self, layout: Layout, size: int | None) -> Columns:
-        """Columns of the right shapes for a graph of this T, or of any; compiling looks at nothing else."""
+        """Return columns of the right shapes for a graph of this T, or of any T; compiling reads only shapes."""
         lens = layout.place(np.ones(1, np.int32)) if size is None else layout.made_up(size)
         return {**lay_out(lens, np.zeros(lens.real_tokens, np.int32), 0), **self.attention.columns(lens)}
 
@@ -262,7 +262,7 @@ class TrainingGraphs:
         return float(norm.asnumpy()), applied
 
     def has_finite_gradient(self, columns: Mapping[str, np.ndarray]) -> bool:
-        """Whether a micro-batch's gradient alone is finite. The accumulated gradient must be zero, and is again."""
+        """Return whether a micro-batch's gradient alone is finite. The accumulators must be zero; they end so."""
         self.accumulate(columns)
         accumulated = self.accumulate_cell.accumulated
         finite = all(bool(ops.isfinite(gradient).all().asnumpy()) for gradient in accumulated)
@@ -270,7 +270,7 @@ class TrainingGraphs:
         return finite
 
     def evaluate(self, columns: Mapping[str, np.ndarray]) -> Tensor:
-        """() fp32, a micro-batch's summed loss."""
+        """Return () fp32, a micro-batch's summed loss."""
         loss_sum = self.evaluate_cell(*self._tensors(columns))
         self._watch.check(f"T={columns['input_ids'].size}")
         return loss_sum
@@ -296,7 +296,7 @@ class TrainingGraphs:
         return self.model_weights(), optimizer
 
     def each_state(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Name and value (host) of all that a checkpoint holds of the graphs; the values are theirs only for now."""
+        """Yield (name, array) for every tensor that a checkpoint stores. Arrays are valid only until the next step."""
         cell = self.apply_cell
         states = (*self.accumulate_cell.weights, *cell.adam_m, *cell.adam_v, cell.applied_steps)
         return ((state.name, state.asnumpy()) for state in states)
@@ -306,7 +306,7 @@ class TrainingGraphs:
         return {weight.name: weight.asnumpy().copy() for weight in self.accumulate_cell.weights}
 
     def set_weights(self, model: Mapping[str, np.ndarray]) -> None:
-        """Take over weights, by name."""
+        """Set the weights, by name."""
         for weight in self.accumulate_cell.weights:
             _set(weight, model[weight.name])
 
@@ -315,7 +315,7 @@ class TrainingGraphs:
         clear(self.accumulate_cell.accumulated)
 
     def load(self, model: Mapping[str, np.ndarray], optimizer: Mapping[str, np.ndarray]) -> None:
-        """Take over saved weights, moments and step counter; names and shapes were checked when they were read."""
+        """Set saved weights, moments and step counter, whose names and shapes the reader has checked."""
         cell = self.apply_cell
         self.set_weights(model)
         for moment in (*cell.adam_m, *cell.adam_v):
@@ -329,7 +329,7 @@ class TrainingGraphs:
 
 
 def compile_graphs(graph: GraphConfig, *sets: TrainingGraphs) -> CacheUse | None:
-    """Compile all graphs of a process through the compile cache; nothing to do in PyNative mode.
+    """Compile all graphs of a process through the compile cache; do nothing in PyNative mode.
 
     Args:
         graph: the `graph` section.
@@ -354,7 +354,7 @@ def compile_graphs(graph: GraphConfig, *sets: TrainingGraphs) -> CacheUse | None
 
 @contextlib.contextmanager
 def _objects_of_start_kept() -> Iterator[None]:
-    """MindSpore collects garbage before each graph; not looking through all modules again saves 0.1 s each time."""
+    """Keep modules out of garbage collection, which MindSpore runs before each graph: saves 0.1 s a graph."""
     frozen_by_caller = gc.get_freeze_count() > 0
     if not frozen_by_caller:
         gc.freeze()
@@ -370,6 +370,6 @@ def _scalars(*values: float) -> tuple[Tensor, ...]:
 
 
 def _set(parameter: Parameter, value: np.ndarray) -> None:
-    # In place. `Parameter.set_data` gives the parameter other memory, and a graph that has updated the weights once
-    # goes on updating the old: losses then go wrong without an error (MindSpore 2.9, CPU).
+    # In place: `Parameter.set_data` gives the parameter other memory, and a graph that has updated the weights once
+    # keeps updating the old: losses are then wrong without an error (MindSpore 2.9, CPU).
     ops.assign(parameter, Tensor(value))

@@ -1,10 +1,10 @@
-"""The training loop: plan, accumulate, apply, evaluate, write down, save.
+"""The training loop: plan, accumulate, apply, evaluate, log, save.
 
 One line of `metrics.jsonl` per step. A kill at any moment followed by a start gives the lines (times apart) and weights
-of an uninterrupted run: the plan is a look-up, and nothing else has a state besides weights, moments and counters.
+of an uninterrupted run: the plan is a look-up, and only weights, moments and counters have a state.
 
-Every rank runs this loop. Before a step they compare what they have with the plan, after it they add up their losses;
-rank 0 writes down and saves.
+Every rank runs this loop. Before a step ranks compare their lengths with the plan, after it they add up their losses;
+rank 0 logs and saves.
 """
 
 import contextlib
@@ -46,10 +46,10 @@ class TrainingLoop:
     Args:
         workload: what to train on.
         graphs: the compiled cells.
-        run: the run folder, and the checkpoint to go on from.
-        on_step: told each step's metrics, its line in metrics.jsonl.
-        exchange: between the ranks; by default there is one.
-        stop: asked before each step whether to end here.
+        run: the run folder, and the checkpoint to resume from.
+        on_step: called with each step's metrics, its line in metrics.jsonl.
+        exchange: between the ranks; by default of a single rank.
+        stop: requests to stop, read before each step.
     """
 
     def __init__(
@@ -93,14 +93,14 @@ class TrainingLoop:
         return self._step
 
     def run(self) -> dict[str, Any]:
-        """Train to `train.steps`, or until somebody asks to stop.
+        """Train to `train.steps`, or until a request to stop.
 
         Returns:
-            the last step's metrics, the evaluation loss, the ledger of the epoch in progress, and `stopped`, whether
-            the run was asked to stop; it is saved then.
+            the last step's metrics, the evaluation loss, the ledger of the epoch in progress, and `stopped`: a request
+            stopped the run, after a save.
         Raises:
             VarlenError: too many steps were skipped, ranks do not agree, or the last save failed.
-            KeyboardInterrupt: it was asked to stop before the first step of all; there is nothing to save or to tell.
+            KeyboardInterrupt: a request to stop came before the run's first step; there is nothing to save.
         """
         start, remaining = self._state, self._recipe.train.steps - self._step
         rank = self._exchange.ranks.rank
@@ -118,8 +118,8 @@ class TrainingLoop:
                     break
                 metrics = done
                 self._state = self._workload.plans.after(state)
-                self._tell(lines, metrics)
-                # Those of earlier starts do not count: a run that was ended for them goes on when it is started again.
+                self._report(lines, metrics)
+                # Only those of this start count, so that a run stopped by bad steps can be started again.
                 bad_steps = self._skipped.steps - self._skipped_before
                 too_bad = bad_steps > self._recipe.train.max_bad_steps
                 if too_bad or self._due(self._recipe.checkpoint.every):
@@ -137,7 +137,7 @@ class TrainingLoop:
             return contextlib.nullcontext()
         return self._run.metrics_path.open("a", encoding="utf-8")
 
-    def _tell(self, lines: TextIO | None, metrics: dict[str, Any]) -> None:
+    def _report(self, lines: TextIO | None, metrics: dict[str, Any]) -> None:
         if lines is not None:
             try:
                 lines.write(json.dumps(metrics, allow_nan=False) + "\n")
@@ -145,7 +145,7 @@ class TrainingLoop:
             except OSError as error:
                 if self._recipe.checkpoint.on_save_error == "stop":
                     raise
-                # What is not written yet stays in the buffer, for the next line to bring along.
+                # The unwritten rest stays in the buffer; the next line writes it too.
                 logger.error("%s cannot be written (%s); training goes on", self._run.metrics_path, error)
         self._on_step(metrics)
 
@@ -194,7 +194,7 @@ class TrainingLoop:
         return metrics
 
     def _next_batches(self, micro_batches: Iterator[MicroBatch]) -> list[MicroBatch] | VarlenError:
-        """This rank's micro-batches of a step, or why it has none, for all ranks to hear."""
+        """Return this rank's micro-batches of a step, or the error that prevented them, to share with all ranks."""
         try:
             return [next(micro_batches) for _ in range(self._recipe.batch.micro_batches)]
         except VarlenError as error:
@@ -209,7 +209,7 @@ class TrainingLoop:
         return self._reports.check(place, found, planned, self._stop.asked)
 
     def _rank_metrics(self, exchange_seconds: float, seconds: np.ndarray) -> dict[str, Any]:
-        """What only several ranks have: the time to compare lengths, and how far the slowest is over the mean."""
+        """Return metrics of several ranks: time to compare lengths, and the slowest rank's excess over the mean."""
         if seconds.size == 1:
             return {}
         return {
@@ -221,9 +221,9 @@ class TrainingLoop:
     def _skip(
         self, state: PlanState, plan: EpochPlan, batches: list[MicroBatch], losses: np.ndarray, norm: float | None
     ) -> dict[str, Any]:
-        """Book a step that held a NaN or an infinity; its sample ids go into its line, all about it into a file.
+        """Count a step that held a NaN or an infinity, and dump it to a file. Return its sample ids for its metrics.
 
-        Whose it was is found by computing the step's gradients once more: ranks have added them up.
+        The gradients of each micro-batch are computed again to find the faulty one, since ranks have added them up.
         """
         gradients = self._exchange.gather_floats([self._graphs.has_finite_gradient(columns) for columns in batches]) > 0
         ids = plan.step_ids(state.step)
@@ -244,7 +244,7 @@ class TrainingLoop:
         return {"skipped": True, "sample_ids": ids.tolist()}
 
     def evaluate(self) -> float | None:
-        """Loss per supervised token over the held-out samples, in nats; None where it is not finite.
+        """Loss per supervised token over the held-out samples, in nats; None if it is not finite.
 
         Each rank takes a slice of the micro-batches.
         """
@@ -259,7 +259,7 @@ class TrainingLoop:
         return loss_sum / max(total, 1) if math.isfinite(loss_sum) else None
 
     def _save(self, last: bool) -> None:
-        """Save on rank 0 while the others wait, so that none leaves before the save is whole.
+        """Save on rank 0 while the others wait, so that none exits before the save is complete.
 
         Raises:
             VarlenError: the save failed, and the recipe says to stop or it is the last one.
@@ -267,7 +267,7 @@ class TrainingLoop:
         """
         check_replicas(self._exchange, self._graphs.each_state(), self._step)
         self._exchange.together(lambda: self._written(last) if self._exchange.ranks.writes else None)
-        # Whether there is something to save is decided by all ranks alike.
+        # All ranks must decide alike whether something is left to save.
         self._saved_step = self._exchange.messages({"saved_step": self._saved_step})[0]["saved_step"]
 
     def _written(self, last: bool) -> None:
@@ -307,7 +307,7 @@ class TrainingLoop:
         )
 
     def ledger(self) -> dict[str, dict[str, Any]]:
-        """Where the tokens and the samples of the epoch in progress, or just finished, went, by unit."""
+        """Return the ledgers of tokens and samples, by unit, for the epoch in progress or just finished."""
         epoch, steps = self._state.epoch, self._state.step
         if epoch > 0 and self._workload.plans.is_new(self._state):
             epoch -= 1
@@ -317,10 +317,10 @@ class TrainingLoop:
 
 
 def resumed_state(plans: EpochPlans, saved: dict[str, Any], replanned: list[str]) -> PlanState:
-    """The place in the plan that a checkpoint saved, or where what remains of its epoch begins in a new plan.
+    """Return the place in the plan that a checkpoint saved, or the start of a new plan for the rest of its epoch.
 
     Args:
-        plans: of the recipe as it is now.
+        plans: of the current recipe.
         saved: the place as `EpochPlans.to_dict` gave it.
         replanned: recipe keys that changed, for the log.
     Raises:
@@ -334,7 +334,7 @@ def resumed_state(plans: EpochPlans, saved: dict[str, Any], replanned: list[str]
     epoch = saved["epoch"]
     rest = plans.lengths.size - plans.trained_before(epoch).count
     logger.info(
-        "the rest of epoch %d (%d samples) is planned anew: %s%s",
+        "the rest of epoch %d (%d samples) is planned again: %s%s",
         epoch,
         rest,
         "; ".join(reasons) or "the plan's settings changed",
@@ -344,7 +344,7 @@ def resumed_state(plans: EpochPlans, saved: dict[str, Any], replanned: list[str]
 
 
 def perplexity(loss: float | None) -> float | None:
-    """e to the loss per token in nats; None where there is no loss or the result is no finite number."""
+    """Return e to the loss per token in nats; None if there is no loss or the result is not finite."""
     return math.exp(loss) if loss is not None and loss < math.log(sys.float_info.max) else None
 
 

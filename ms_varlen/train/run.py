@@ -1,7 +1,7 @@
 """One training run from a recipe: device, ranks, corpus, plan, graphs, loop, files.
 
-Under msrun every rank runs this. Each stage ends when all ranks have done it, so an error of one of them stops all with
-its message, and nobody waits in a gradient exchange while another compiles.
+Under msrun every rank runs this. Each stage ends when all ranks have done it. So an error on one rank stops all ranks
+with its message, and no rank waits in a gradient exchange while another compiles.
 """
 
 import contextlib
@@ -40,24 +40,24 @@ PLAN_FILE = "plan.json"
 def train(
     recipe: Recipe, on_step: Callable[[dict[str, Any]], None], progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Train to `train.steps`, going on from the newest checkpoint where the recipe says so.
+    """Train to `train.steps`; resume from the newest checkpoint if `checkpoint.resume` allows it.
 
     Args:
         recipe: a valid recipe.
-        on_step: told each step's metrics.
-        progress: told how far the token store is, where one is built.
+        on_step: called with each step's metrics.
+        progress: called with the progress of the token store, if one is built.
     Returns:
         the last step's metrics, `run_folder`, `first_step` (steps that were done before), `rank`, `compile_cache` and,
-        where steps ran, `stopped` (somebody asked for it) and the `ledger` of the epoch in progress.
+        if steps ran, `stopped` (on request) and the `ledger` of the epoch in progress.
     Raises:
-        VarlenError: whatever the user can mend.
-        KeyboardInterrupt: ranks were asked to stop before the first step of all.
+        VarlenError: any fault that the user can fix.
+        KeyboardInterrupt: a request to stop came before the run's first step.
     """
     target = set_up_device(recipe.device, recipe.graph)
     ranks = join_ranks(recipe.device)
     stop = StopRequest()
     stop.listen(ranks.rank)
-    # The ranks of a node have one parent, msrun; a process of its own shares its plans with nobody.
+    # The ranks of a node have one parent, msrun; a single process shares its plans with nobody.
     sharing = plans_of_node(os.getppid()) if ranks.size > 1 else contextlib.nullcontext()
     with (
         sharing as share,
@@ -73,7 +73,7 @@ def train(
             loop = exchange.together(lambda: TrainingLoop(workload, graphs, run, on_step, exchange, stop))
             first = {"run_folder": str(run.folder), "first_step": loop.step, "rank": ranks.rank}
             if loop.step == recipe.train.steps:
-                logger.info("%s has its %d steps already; raise train.steps to go on", run.folder, loop.step)
+                logger.info("%s has its %d steps already; raise train.steps to continue", run.folder, loop.step)
                 return {**last_metrics(run), **first, "compile_cache": None}
             cache = exchange.together(lambda: compile_graphs(recipe.graph, graphs))
             return {**loop.run(), **first, "compile_cache": cache.state if cache else None}
@@ -96,7 +96,7 @@ def _identity(workload: Workload) -> dict[str, Any]:
 
 
 def _open_run(workload: Workload, graphs: TrainingGraphs, exchange: Exchange) -> Run:
-    """The run folder: rank 0 opens it, the others load the same checkpoint."""
+    """Open the run folder on rank 0; the other ranks load the same checkpoint."""
     recipe, shapes = workload.recipe, graphs.parameter_shapes()
 
     def opened() -> Run | None:
@@ -109,13 +109,13 @@ def _open_run(workload: Workload, graphs: TrainingGraphs, exchange: Exchange) ->
     if run is not None:
         checkpoint = str(run.checkpoint.path.resolve()) if run.checkpoint else None
         message = {"folder": str(run.folder), "checkpoint": checkpoint, "replanned": run.replanned}
-    told = exchange.messages(message)[0]
+    opening = exchange.messages(message)[0]
 
     def followed() -> Run:
         if run is not None:
             return run
-        path = Path(told["checkpoint"]) if told["checkpoint"] else None
-        return follow_run(Path(told["folder"]), path, told["replanned"], recipe.mode, shapes)
+        path = Path(opening["checkpoint"]) if opening["checkpoint"] else None
+        return follow_run(Path(opening["folder"]), path, opening["replanned"], recipe.mode, shapes)
 
     run = exchange.together(followed)
     manifest = run.checkpoint.manifest if run.checkpoint else None
@@ -125,6 +125,6 @@ def _open_run(workload: Workload, graphs: TrainingGraphs, exchange: Exchange) ->
 
 
 def last_metrics(run: Run) -> dict[str, Any]:
-    """The last line of a run's metrics."""
+    """Return the last line of a run's metrics; empty if there is none."""
     lines = Path(run.metrics_path).read_text(encoding="utf-8").splitlines()
     return json.loads(lines[-1]) if lines else {}

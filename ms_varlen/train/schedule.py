@@ -6,10 +6,10 @@ from ms_varlen.recipe.sections import TrainConfig
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """The learning rate of a step.
+    """Return the learning rate of a step.
 
-    Rises in a straight line over the warm-up and reaches `learning_rate` at its last step; then falls to
-    `min_lr_ratio` of it at the last step of training, along half a cosine or a straight line, or stays.
+    It rises in a straight line over the warm-up and reaches `learning_rate` at its last step; then falls to
+    `min_lr_ratio` of it at the last step of training, along half a cosine or a straight line, or stays constant.
 
     Args:
         config: steps, warmup_steps, schedule, learning_rate and min_lr_ratio.

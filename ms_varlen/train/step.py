@@ -1,7 +1,7 @@
 """The three graphs of training: accumulate a micro-batch's gradient, apply a step's, evaluate.
 
-A step's loss is the sum of its token losses over its number of supervised tokens, whatever micro-batches and ranks they
-were spread over. So micro-batches add sums of gradients, and one division happens when the step is applied. Only
+A step's loss is the sum of its token losses divided by its number of supervised tokens, over all micro-batches and
+ranks. So micro-batches add sums of gradients, and one division happens when the step is applied. Only
 `AccumulateGradients` and `EvaluateLoss` see token axes; `ApplyGradients` has fixed shapes.
 """
 
@@ -20,7 +20,7 @@ def _add_tensor_to(accumulated, gradient):
     return ops.assign_add(accumulated, gradient)
 
 
-# Mapped over all weights: MindSpore nests a loop's iterations as calls, and gives up at 1000, about 250 weights.
+# Mapped over all weights: MindSpore nests a loop's iterations as calls and fails at 1000, about 250 weights.
 _square_sum = ops.MultitypeFuncGraph("square_sum")
 _exchange = ops.MultitypeFuncGraph("exchange")
 _adam_step = ops.MultitypeFuncGraph("adam_step")
@@ -81,7 +81,7 @@ class ApplyGradients(nn.Cell):
         weights: the parameters.
         accumulated: their summed gradients.
         config: betas, epsilon, decay and clipping.
-        exchange: sums a gradient over all ranks, which every rank must then apply; None for a single rank.
+        exchange: sums a gradient over all ranks, all of which must then apply it; None for a single rank.
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, algorithm 2; torch.optim.AdamW.
     """
 
@@ -146,7 +146,7 @@ def clear(accumulated: ParameterTuple) -> None:
 
 
 class EvaluateLoss(nn.Cell):
-    """The summed loss of a micro-batch, without gradient.
+    """Computes the summed loss of a micro-batch, without gradient.
 
     Args:
         net: the net that `AccumulateGradients` trains; its parameters are shared.

@@ -238,7 +238,7 @@ def test_twelve_samples_on_four_ranks_go_on_on_two(folder, two):
 
 def test_two_ranks_then_one_then_two_train_each_sample_once(folder, two):
     (_, alone, _), (_, _) = value(two, "elastic")
-    assert "is planned anew: ranks: were 2, are 1" in " ".join(alone["log"].split())
+    assert "is planned again: ranks: were 2, are 1" in " ".join(alone["log"].split())
     trained, hashes = [], []
     for ranks in (2, 1, 2):
         samples = prepare(parse_recipe(ranks_run.values(folder, "elastic"))).plans.lengths.size

@@ -121,7 +121,7 @@ def test_finished_run_says_so_and_is_left_alone(tiny):
     before, lines = contents(tiny.run), metrics(tiny.run)
     done = tiny.train(tiny.run.parent)
     assert done.returncode == 0
-    assert "has its 12 steps already; raise train.steps to go on" in done.stderr
+    assert "has its 12 steps already; raise train.steps to continue" in done.stderr
     assert len(before) == 8
     assert contents(tiny.run) == before
     assert metrics(tiny.run) == lines
@@ -154,7 +154,7 @@ def test_changed_batch_plans_the_rest_of_the_epoch_anew(tiny, tmp_path, monkeypa
     done = tiny.train(tmp_path, *new, f"train.steps={2 + rest.num_steps}", "--json")
     assert done.returncode == 0, done.stderr
     assert (
-        f"the rest of epoch 0 ({remaining.size} samples) is planned anew: batch.max_segments: was 256, is 9; "
+        f"the rest of epoch 0 ({remaining.size} samples) is planned again: batch.max_segments: was 256, is 9; "
         'batch.token_budget: was 256, is 128; shapes.kind: was "range", is "static"'
     ) in " ".join(done.stderr.split())
     steps = [*(before.step_ids(step) for step in range(2)), *(rest.step_ids(step) for step in range(rest.num_steps))]
@@ -166,7 +166,7 @@ def test_changed_batch_plans_the_rest_of_the_epoch_anew(tiny, tmp_path, monkeypa
     assert [(ledger["balanced"], ledger["pending"]) for ledger in ledgers.values()] == [(True, 0)] * 2
 
     done = tiny.train(tmp_path, *new, f"train.steps={3 + rest.num_steps}", "--json")
-    assert (done.returncode, "planned anew" in done.stderr) == (0, False), done.stderr
+    assert (done.returncode, "planned again" in done.stderr) == (0, False), done.stderr
     assert [line["epoch"] for line in metrics(tmp_path / "varlen")] == [0] * len(steps) + [1]
     assert all(ledger["balanced"] for ledger in json.loads(done.stdout)["ledger"].values())
 
