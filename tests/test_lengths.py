@@ -69,7 +69,7 @@ def test_bad_lengths_are_refused_by_index(seq_lens, message):
         SeqLens.packed(seq_lens, seq_length=8)
 
 
-def test_int64_is_converted_and_said_once(caplog):
+def test_int64_is_converted_and_logged_once(caplog):
     lengths_module._say_converted.cache_clear()
     with caplog.at_level(logging.WARNING, "ms_varlen"):
         for _ in range(2):

@@ -191,7 +191,7 @@ SAMPLE = st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=2, max_
 
 
 @given(st.lists(SAMPLE, min_size=1, max_size=6), st.booleans(), st.integers(1, 8))
-def test_supervised_targets_are_those_of_the_samples_alone(marked, rows, divisor):
+def test_supervised_targets_match_the_samples_alone(marked, rows, divisor):
     layout = varlen(divisor)
     if rows:
         layout = Layout("padded", Multiples(1), 8, len(marked), tuple(range(1, 9)))
@@ -209,7 +209,7 @@ def test_supervised_targets_are_those_of_the_samples_alone(marked, rows, divisor
     st.booleans(),
     st.integers(1, 8),
 )
-def test_targets_are_those_of_the_samples_alone(samples, rows, divisor):
+def test_targets_match_the_samples_alone(samples, rows, divisor):
     layout = varlen(divisor)
     if rows:
         layout = Layout("padded", Multiples(1), 8, len(samples), tuple(range(1, 9)))

@@ -72,7 +72,7 @@ def test_going_on_with_other_data_or_without_the_runs_files_is_refused(corpus, t
 
 
 @pytest.mark.parametrize("mode", ["packed", "varlen"])
-def test_as_many_rows_a_step_on_other_ranks_go_on_with_each_sample_once(corpus, tmp_path, mode):
+def test_as_many_rows_a_step_on_other_ranks_resume_with_each_sample_once(corpus, tmp_path, mode):
     keys = packed_keys(corpus, mode=mode)
     two_ranks = open_feed(keys, PACKED_COLUMNS, 1, 0, 2)
     write_run(tmp_path, two_ranks, two_ranks.steps)

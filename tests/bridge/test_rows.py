@@ -110,7 +110,7 @@ def test_the_feed_trains_what_our_own_recipe_would(corpus, tmp_path):
         np.testing.assert_array_equal(feed.sample_ids(step), plan.step_ids(step))
 
 
-def test_steps_go_on_over_epochs_with_other_orders(corpus):
+def test_steps_continue_over_epochs_with_other_orders(corpus):
     per_epoch = open_feed(packed_keys(corpus), PACKED_COLUMNS).steps
     feed = open_feed(packed_keys(corpus, steps=3 * per_epoch), PACKED_COLUMNS)
     places = [feed.place(step) for step in range(feed.steps)]
@@ -209,7 +209,7 @@ def test_the_loader_is_a_data_set_that_skips_to_a_step(corpus):
             np.testing.assert_array_equal(batch[name], [feed.row(2 * step)[name], feed.row(2 * step + 1)[name]])
 
 
-def test_the_loaders_faults_survive_mindformers_making_the_error_anew(corpus):
+def test_the_loaders_faults_survive_mindformers_making_the_error_again(corpus):
     with pytest.raises(DataError, match=r"2 faults\n  handler: .*\n  seq_length: ") as caught:
         VarlenDataLoader(column_names=None, dataset_dir=None, data=corpus, seq_length=1, handler=[])
     assert "handler" in str(type(caught.value)(f"VarlenDataLoader: {caught.value}"))

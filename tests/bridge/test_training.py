@@ -138,7 +138,7 @@ def test_mindformers_trainer_has_our_own_trainers_losses(core):
 
 
 @pytest.mark.graph
-def test_a_resumed_run_of_mindformers_goes_on_at_the_place_in_the_plan(core):
+def test_a_resumed_run_of_mindformers_resumes_at_the_place_in_the_plan(core):
     kept = ("step", "epoch", "place", "sample_ids_sha256")
     whole, resumed = ([[step[key] for key in kept] for step in core[run]] for run in ("whole", "resumed"))
     assert whole == resumed

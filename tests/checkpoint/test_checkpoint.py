@@ -358,7 +358,7 @@ def test_first_run_begins_at_step_0_with_its_recipe(tmp_path):
         assert yaml.safe_load((run.folder / "recipe.yaml").read_text()) == RECIPE
 
 
-def test_auto_goes_on_with_an_unfinished_run(tmp_path):
+def test_auto_resumes_an_unfinished_run(tmp_path):
     folder = trained(tmp_path)
     with open_run(config(tmp_path), "varlen", RECIPE, SHAPES) as run:
         assert (run.folder, run.checkpoint.step) == (folder, 20)
@@ -394,7 +394,7 @@ def test_changed_keys_skips_what_may_change():
     assert changed_keys(old, new) == ([], [])
 
 
-def test_changed_keys_tells_what_is_refused_from_what_is_planned_anew():
+def test_changed_keys_tells_what_is_refused_from_what_is_planned_again():
     old = {"mode": "padded", "batch": {"rows": 4}, "shapes": {"kind": "range"}, "train": {"seed": 0}}
     new = {"mode": "varlen", "batch": {"rows": None}, "shapes": {"kind": "static"}, "train": {"seed": 1}}
     assert changed_keys(old, new) == (
@@ -403,7 +403,7 @@ def test_changed_keys_tells_what_is_refused_from_what_is_planned_anew():
     )
 
 
-def test_changed_batch_is_told_and_the_run_goes_on(tmp_path):
+def test_changed_batch_is_reported_and_the_run_continues(tmp_path):
     folder = trained(tmp_path)
     with open_run(config(tmp_path), "varlen", recipe(batch__token_budget=2048)) as run:
         assert (run.folder, run.replanned) == (folder, ["batch.token_budget: was 4096, is 2048"])
@@ -420,7 +420,7 @@ def test_run_killed_before_its_first_save_restarts_at_step_0(tmp_path):
         assert yaml.safe_load((run.folder / "recipe.yaml").read_text()) == new
 
 
-def test_never_begins_in_a_numbered_folder_and_auto_goes_on_there(tmp_path):
+def test_never_begins_in_a_numbered_folder_and_auto_resumes_there(tmp_path):
     trained(tmp_path)
     for name in ("varlen-2", "varlen-3"):
         with open_run(config(tmp_path, "never"), "varlen", RECIPE) as run:
@@ -467,19 +467,19 @@ def test_corrupt_newest_is_an_error_that_names_the_older_one(tmp_path):
         assert_loads_bit_equal(run.folder / "step_00000010", 10)
 
 
-def test_corrupt_only_one_says_to_begin_anew(tmp_path):
+def test_corrupt_only_one_says_to_begin_again(tmp_path):
     (trained(tmp_path, (10,)) / "step_00000010" / "state.json").unlink()
     with pytest.raises(CheckpointError, match=r"state.json is missing; begin anew with checkpoint.resume=never"):
         open_run(config(tmp_path), "varlen", RECIPE)
 
 
-def test_named_newest_checkpoint_goes_on_in_its_own_folder(tmp_path):
+def test_named_newest_checkpoint_resumes_in_its_own_folder(tmp_path):
     folder = trained(tmp_path)
     with open_run(config(tmp_path, folder / "step_00000020"), "varlen", RECIPE) as run:
         assert (run.folder, run.checkpoint.step) == (folder, 20)
 
 
-def test_named_checkpoint_of_elsewhere_goes_on_here_and_stays_there(tmp_path):
+def test_named_checkpoint_of_elsewhere_resumes_here_and_stays_there(tmp_path):
     folder = trained(tmp_path / "theirs")
     before = names(folder)
     with open_run(config(tmp_path / "ours", folder / "step_00000020"), "varlen", RECIPE) as run:
@@ -618,7 +618,7 @@ def test_config_refuses_what_cannot_be(section):
 
 
 @pytest.mark.parametrize("content", [b"", b"nonsense: [", b"\xff\xfe\x00"])
-def test_damaged_recipe_beside_the_checkpoints_is_named(tmp_path, content):
+def test_damaged_recipe_next_to_the_checkpoints_is_named(tmp_path, content):
     path = tmp_path / "recipe.yaml"
     path.write_bytes(content)
     with pytest.raises(

@@ -50,7 +50,7 @@ def test_a_run_of_another_mode_begins_with_the_weights_and_says_so(recipe_values
     assert lines[0]["eval_loss"] < trained[1][-1]["eval_loss"] < trained[1][0]["eval_loss"]
 
 
-def test_the_weights_are_those_of_the_file_and_random_ones_have_no_record(recipe_values, trained):
+def test_the_weights_match_the_file_and_random_ones_have_no_record(recipe_values, trained):
     graphs = TrainingGraphs(prepare(parse_recipe(from_checkpoint(recipe_values, trained))), "CPU")
     expected = load_file(f"{trained[0]}/step_00000002/model.safetensors")
     actual = graphs.model_weights()

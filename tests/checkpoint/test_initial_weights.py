@@ -45,7 +45,7 @@ def assert_equal(actual, expected):
         np.testing.assert_array_equal(actual[name], value, err_msg=name)
 
 
-def test_fp32_is_read_as_it_is_and_may_be_changed(tmp_path):
+def test_fp32_is_read_unchanged_and_may_be_changed(tmp_path):
     save_file(values(), tmp_path / "model.safetensors")
     actual = read_all(InitialWeights(tmp_path, CONFIG))
     assert_equal(actual, values())

@@ -329,7 +329,7 @@ def test_garbled_metrics_line_is_named_in_the_source(padded, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["varlen", "varlen-3", "converted"])
-def test_training_goes_on_in_the_new_folder_or_beside_it(padded, tmp_path, capsys, name):
+def test_training_continues_in_the_new_folder_or_next_to_it(padded, tmp_path, capsys, name):
     new = tmp_path / "elsewhere" / name
     status, said, error = run(capsys, "convert", "--to", "varlen", padded, new, "--json")
     assert status == 0, error

@@ -84,7 +84,7 @@ def test_every_bfloat16_survives_fp32(bits):
     assert half[0] == (bits | 0x40 if is_signalling_nan else bits)
 
 
-def test_buffers_as_long_as_the_context_are_left_out_and_made_anew(tmp_path, capsys):
+def test_buffers_as_long_as_the_context_are_left_out_and_made_again(tmp_path, capsys):
     from safetensors.numpy import load_file, save_file
 
     source = hugging_face_folder(tmp_path / "hf", "llama")

@@ -97,7 +97,7 @@ def test_fused_rows_lie_as_mindformers_reads_them():
     ]
 
 
-def test_names_are_those_of_mindformers_own_converter():
+def test_names_match_mindformers_own_converter():
     """The table of `Qwen3PreTrainedModel.weight_mapping` (mindformers 1.9, models/qwen3/utils.py), q, k, v fused."""
     config = TINY.model_copy(update={"architecture": "qwen3", "qk_norm": True, "num_hidden_layers": 1})
     hf = {name: from_array(name, np.zeros(shape, np.float32)) for name, shape in config.parameter_shapes().items()}

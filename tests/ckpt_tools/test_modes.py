@@ -89,7 +89,7 @@ def test_one_epoch_over_two_conversions_trains_each_sample_once(tiny, tmp_path, 
     )
 
 
-def test_loss_is_the_same_in_both_layouts_and_alignment_goes_on_from_a_checkpoint(tiny, tmp_path, capsys, monkeypatch):
+def test_loss_is_the_same_in_both_layouts_and_alignment_resumes_from_a_checkpoint(tiny, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tiny.cache))
     converted = tmp_path / "padded"
     assert run(capsys, "convert", "--to", "padded", tiny.run / "step_00000009", converted)[0] == 0

@@ -191,7 +191,7 @@ def shrunk(file):
 
 
 @pytest.mark.parametrize("fault", DAMAGE)
-def test_odd_source_is_told_by_inspect_and_refused_by_import(sources, tmp_path, capsys, fault):
+def test_odd_source_is_reported_by_inspect_and_refused_by_import(sources, tmp_path, capsys, fault):
     kind, damage, message = DAMAGE[fault]
     source = shutil.copytree(sources / kind, tmp_path / "source")
     damage(source)
@@ -218,7 +218,7 @@ def test_gguf_file_without_its_package_says_what_to_install(tmp_path, capsys, mo
         assert (status, error.startswith("error: a GGUF file must be read by the package gguf")) == (1, True)
 
 
-def test_codes_of_the_catalogue_are_told(tmp_path, capsys):
+def test_codes_of_the_catalogue_are_reported(tmp_path, capsys):
     step = saved_step(tmp_path / "run")
     (step / "optimizer.safetensors").unlink()
     error = run(capsys, "export-hf", step, tmp_path / "hf")[2]
@@ -260,7 +260,7 @@ def test_step_that_lies_alone_may_have_neighbours(tmp_path, capsys):
     assert "must not lie in the source" in run(capsys, "export-hf", tmp_path, tmp_path / "hf2")[2]
 
 
-def test_destination_that_cannot_be_made_is_told(tmp_path, capsys):
+def test_destination_that_cannot_be_made_is_reported(tmp_path, capsys):
     step = saved_step(tmp_path / "run")
     (tmp_path / "file").write_text("")
     status, _, error = run(capsys, "export-hf", step, tmp_path / "file" / "a" / "new")

@@ -65,7 +65,7 @@ def corpus(tmp_path, monkeypatch):
         max_size=5,
     )
 )
-def test_files_are_those_of_the_safetensors_library(tmp_path_factory, entries):
+def test_files_match_the_safetensors_library(tmp_path_factory, entries):
     rng = np.random.default_rng(0)
     arrays = {name: rng.integers(0, 9, shape).astype(dtype) for name, (dtype, shape) in entries.items()}
     file = tmp_path_factory.mktemp("files") / "x.safetensors"

@@ -110,7 +110,7 @@ def test_second_run_starts_warm_and_is_equal(tiny, tmp_path):
     ],
     ids=["hidden_size", "layers", "mode"],
 )
-def test_another_network_leaves_cached_graphs_alone_and_is_right(tiny, tmp_path, mode, changes):
+def test_another_network_keeps_cached_graphs_and_is_right(tiny, tmp_path, mode, changes):
     before = entries(tiny.cache)
     done = succeeded(tiny.train(tmp_path / "graph", *changes, "train.steps=2", "--json"))
     assert strict_json(done.stdout)["compile_cache"] == "cold"
@@ -145,7 +145,7 @@ def test_align_names_the_step_in_which_a_length_was_wrong(tiny, tmp_path, micro_
 
 
 @pytest.mark.graph
-def test_steps_that_cannot_be_applied_change_nothing_and_training_goes_on(tiny, tmp_path):
+def test_steps_that_cannot_be_applied_change_nothing_and_training_continues(tiny, tmp_path):
     # Micro-batches: the second of step 2, both of step 4, the first of step 5.
     faults = [{"kind": "nan", "number": 4}, *({"kind": "no_labels", "number": number} for number in (7, 8, 9))]
     settings = ("train.steps=6", "checkpoint.every=1", "checkpoint.keep=6")
@@ -242,7 +242,7 @@ def test_schema_is_one_json_object(tmp_path):
     )
 
 
-def test_five_faults_are_told_at_once_and_soon(tmp_path):
+def test_five_faults_are_reported_at_once_and_soon(tmp_path):
     recipe = tmp_path / "faulty.yaml"
     recipe.write_text(FIVE_FAULTS)
     begin = time.perf_counter()

@@ -270,7 +270,7 @@ def test_the_date_does_not_depend_on_the_day():
     assert said("{{ strftime_now('%d %B %Y') }}", chat("uHi")) == "26 July 2024"
 
 
-def test_several_templates_are_told_by_name():
+def test_several_templates_are_distinguished_by_name():
     both = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
     template = ChatTemplate(chat_templates(both, ""), {})
     assert template.render(chat("uHi")) == "plain"
@@ -386,7 +386,7 @@ def test_tagged_templates_give_the_masks_of_transformers(folder, tmp_path, sourc
 
 
 @pytest.mark.parametrize("source", [CHATML, LLAMA3, QWEN, MOVING])
-def test_renderings_are_those_of_transformers(folder, source):
+def test_renderings_match_transformers(folder, source):
     theirs = PreTrainedTokenizerFast.from_pretrained(folder, chat_template=source)
     ours = ChatTemplate({"default": source}, {"bos_token": "<|begin|>"})
     for messages in CHATS:

@@ -46,7 +46,7 @@ def shown(found):
     ]
 
 
-def test_k02_truncate_reports_one_token_lost_and_split_none():
+def test_truncate_reports_one_token_lost_and_split_none():
     samples, ledger = run([4, 2, 3, 1], 3, "truncate", min_tokens=1)
     assert samples == [[3], [2], [3], [1]]
     assert (ledger.tokens_cut, ledger.documents_cut, ledger.tokens_kept) == (1, 1, 9)
@@ -55,7 +55,7 @@ def test_k02_truncate_reports_one_token_lost_and_split_none():
     assert (ledger.tokens_cut, ledger.tokens_kept, ledger.samples_kept) == (0, 10, 5)
 
 
-def test_k02_with_a_minimum_of_two_a_piece_without_a_target_is_cut():
+def test_with_a_minimum_of_two_a_piece_without_a_target_is_cut():
     samples, ledger = run([4, 2, 3, 1], 3, "split")
     assert samples == [[3], [2], [3], []]
     assert ledger == Ledger(
@@ -73,13 +73,13 @@ def test_k02_with_a_minimum_of_two_a_piece_without_a_target_is_cut():
     assert ledger.balanced
 
 
-def test_k03_truncated_tails_make_no_samples():
+def test_truncated_tails_make_no_samples():
     samples, ledger = run([13, 11], 10, "truncate")
     assert samples == [[10], [10]]
     assert (ledger.tokens_cut, ledger.documents_cut) == (4, 2)
 
 
-def test_k03_of_fine_tuning_samples():
+def test_truncated_tails_of_fine_tuning_samples_make_no_samples():
     sizes, marks = [13, 11], ["." * 9 + "x" * 4, "." * 8 + "x" * 3]
     cleaner, cleaned = clean(
         [document(size, mark) for size, mark in zip(sizes, marks, strict=True)], Rules(2, "truncate", 10)
@@ -93,27 +93,27 @@ def test_k03_of_fine_tuning_samples():
     assert (ledger.tokens_cut, ledger.targets_kept, ledger.samples_kept, ledger.balanced) == (4, 3, 2, True)
 
 
-def test_k04_truncate_keeps_the_number_of_samples():
+def test_truncate_keeps_the_number_of_samples():
     assert run([6], 4, "truncate")[0] == [[4]]
 
 
-def test_k06_masks_stay_with_their_samples():
+def test_masks_stay_with_their_samples():
     _, cleaned = clean([document(3, "..x"), document(2, ".x")], Rules(2, "split", 8))
     assert [shown(entry.pieces) for entry in cleaned] == [[["0", "1", "[2]"]], [["0", "[1]"]]]
 
 
-def test_k14_drop_is_reported_by_count_and_tokens():
+def test_drop_is_reported_by_count_and_tokens():
     samples, ledger = run([9, 5, 5], 8, "drop")
     assert samples == [[], [5], [5]]
     assert (ledger.documents_overlong, ledger.tokens_overlong, ledger.tokens_kept) == (1, 9, 10)
     assert (ledger.documents_dropped, ledger.tokens_dropped) == (1, 9)
 
 
-def test_k16_split_keeps_every_piece():
+def test_split_keeps_every_piece():
     assert run([20], 8, "split")[0] == [[8, 8, 4]]
 
 
-def test_b07_what_is_removed_is_replaced_by_nothing():
+def test_what_is_removed_is_replaced_by_nothing():
     cleaner, cleaned = clean(
         [document(5), document(0, empty=True), document(5), document(1), document(9)], Rules(2, "drop", 8)
     )

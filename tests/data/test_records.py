@@ -72,7 +72,7 @@ def test_a_record_of_no_kind_is_named(fields, found):
         find_kind(records(fields)[0])
 
 
-def test_the_kind_is_said_with_what_becomes_of_special_tokens():
+def test_the_kind_is_reported_with_what_becomes_of_special_tokens():
     record = records({"text": "a", "prompt": "b", "id": 3})[0]
     assert kind_sentence("text", record, ByteTokenizer()) == (
         "records are text, found in c.jsonl line 1 (prompt beside): plain text, loss on every token; end-of-text: 256, "
@@ -176,7 +176,7 @@ def test_a_mixture_of_records_with_and_without_a_mask_is_refused(field):
             encode("tokens", lacking, with_it)
 
 
-def test_what_is_used_and_what_is_ignored_is_said():
+def test_what_is_used_and_what_is_ignored_is_reported():
     fields = {"input_ids": [1], "labels": None, "completion_mask": [1], "attention_mask": [1], "id": 3}
     assert kind_sentence("tokens", Record(fields, "a.parquet row 0", 1.0, ("text",)), ByteTokenizer()) == (
         "records are tokens, found in a.parquet row 0: ready token ids, loss where labels or a mask say so, else on "
@@ -335,7 +335,7 @@ def test_a_wrong_record_is_named(kind, fields, message):
         encode(kind, good, fields)
 
 
-def test_k12_shifted_labels_are_detected_and_never_shifted_twice():
+def test_shifted_labels_are_detected_and_never_shifted_twice():
     shifted = {"input_ids": [5, 6, 7, 8], "labels": [6, 7, 8, -100]}
     message = (
         r"field 'labels' must name each token's own id or -100, got labels that are shifted already \(labels\[0\] is 6 "
@@ -365,12 +365,12 @@ def test_k12_shifted_labels_are_detected_and_never_shifted_twice():
         ([6, 7, 300], r"input_ids\[3\] must be from 0 to 257, .*, got 300"),
     ],
 )
-def test_k12_labels_that_are_not_as_said_are_refused(labels, message):
+def test_labels_that_contradict_their_declaration_are_refused(labels, message):
     with pytest.raises(DataError, match=message):
         encode("tokens", {"input_ids": [5, 6, 7], "labels": labels}, labels_shifted=True)
 
 
-def test_k12_equal_ids_follow_the_usual_convention():
+def test_equal_ids_follow_the_usual_convention():
     ids, targets = tokens_of({"input_ids": [5, 5, 5], "labels": [-100, 5, 5]}, False, "")
     assert (ids.tolist(), targets.tolist()) == ([5, 5, 5], [False, True, True])
 

@@ -115,7 +115,7 @@ def test_a_long_tail_says_how_long():
     assert mode.numbers["padded_work_over_advised"] == pytest.approx(4000 / 1010)
 
 
-def test_speed_up_by_flops_and_beside_it_by_measured_seconds():
+def test_speed_up_by_flops_and_next_to_it_by_measured_seconds():
     predicted = by_key(situation())["speed-up over padding"]
     assert predicted.advised == round(8000 / 1010, 2)
     assert predicted.numbers == pytest.approx(
@@ -154,7 +154,7 @@ def test_the_longest_sequence_is_near_p99_where_the_tail_is_long(lengths, seq_le
     assert by_key(situation(lengths, seq_length=seq_length))["model.seq_length"].advised == advised
 
 
-def test_cutting_at_p99_is_told_with_its_price():
+def test_cutting_at_p99_is_reported_with_its_price():
     numbers = by_key(situation())["model.seq_length"].numbers
     assert (numbers["p99"], numbers["max"], numbers["documents_cut"]) == (2048, 6016, 1)
     assert numbers["tokens_cut_share"] == pytest.approx((6000 - 2048) / LONG_TAIL.sum())

@@ -342,7 +342,7 @@ def test_range_and_static_are_compared_at_equal_tokens(fake_bench):
     assert result["range_over_static_at_equal_tokens"] is None
 
 
-def test_peers_take_turns_in_a_later_group_beside_the_main_contender(fake_bench, monkeypatch):
+def test_peers_take_turns_in_a_later_group_next_to_the_main_contender(fake_bench, monkeypatch):
     monkeypatch.setattr(Contender, "missing", property(lambda contender: "torch" in contender.needs))
     result, calls = fake_bench(["varlen_range", "padded"], ["mindformers"], steps=4)
     names = [name for name, command, *_ in calls if command == "step" and name != RATE]
@@ -374,7 +374,7 @@ RANKS_TEXT = (
 )
 
 
-def test_contender_that_fails_is_out_and_the_others_go_on(fake_bench):
+def test_contender_that_fails_is_out_and_the_others_continue(fake_bench):
     result, calls = fake_bench(["varlen_range", "bucketed", "padded"])
     row, label = result["contenders"]["bucketed"], OURS["bucketed"].label
     assert row == {"label": label, "ours": True, "group": "ours", "error": "it ended with status -9"}

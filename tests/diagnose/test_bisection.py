@@ -116,7 +116,7 @@ def test_the_first_rung_sample_layer_and_tensor_are_given(recipe):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "words"), WORDS.items(), ids=list(WORDS))
-def test_what_is_wrong_is_said_in_words(recipe, name, words):
+def test_the_fault_is_described_in_words(recipe, name, words):
     with plant(name):
         found = align(load_recipe(recipe, []), 1, lambda *_: None).bisect
     assert found.code == next(fault.code for fault in FAULTS if fault.name == name)
@@ -153,7 +153,7 @@ def test_a_tolerance_that_nothing_meets_is_refused(recipe, tolerance):
         align(load_recipe(recipe, []), 1, lambda *_: None, tolerance=tolerance)
 
 
-def test_random_mutations_that_nobody_finds_are_explained(recipe):
+def test_random_mutations_that_no_check_finds_are_explained(recipe):
     with contextlib.redirect_stdout(None):
         found = detection_rate(recipe, 60)
     silent = {key: count for key, count in found.items() if key.startswith("silent")}

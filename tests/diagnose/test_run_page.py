@@ -118,7 +118,7 @@ def test_equal_runs_give_equal_bytes(tmp_path):
     assert page_of(tmp_path, run_lines(6)) == page_of(tmp_path, run_lines(6))
 
 
-def test_headline_numbers_are_those_of_the_metrics(tmp_path, no_pictures):
+def test_headline_numbers_match_the_metrics(tmp_path, no_pictures):
     lines = run_lines(8)
     for n, line in enumerate(lines):
         line |= {"tokens_real": 3000, "tokens_computed": 4000, "step_ms": 500.0 if n >= 4 else 9e9, "loss": 2.5}

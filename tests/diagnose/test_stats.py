@@ -272,7 +272,7 @@ def test_removed_documents_are_dropped_samples_in_the_ledger(tmp_path):
     assert (tokens["total"], tokens["dropped"], tokens["balanced"]) == (sum(LENGTHS), 65 + 130 + 300, True)
 
 
-def test_a_vocabulary_that_is_too_small_is_told_under_the_name_of_the_file(corpus):
+def test_a_vocabulary_that_is_too_small_is_reported_under_the_name_of_the_file(corpus):
     done = ms_varlen(corpus, "plan", corpus / "padded.yaml", "model.config.vocab_size=100")
     assert done.returncode == 1
     rule = "model.config.vocab_size must be >= the tokenizer's size (258), got 100"

@@ -162,7 +162,7 @@ def test_first_of_two_runs_at_once_is_kept(new_process, tmp_path):
 
 
 @pytest.mark.parametrize("fault", ["cut", "extra", "no marker", "missing"])
-def test_entry_that_is_not_whole_is_made_anew(new_process, tmp_path, monkeypatch, fault):
+def test_entry_that_is_not_whole_is_made_again(new_process, tmp_path, monkeypatch, fault):
     root = tmp_path / "cache"
     keep(root, "a", monkeypatch)
     graph = root / "a" / "rank_0" / "graph_cache" / "compile_cache_0.mindir"

@@ -33,7 +33,7 @@ error: and ours after it
 """
 
 
-def test_variables_are_those_of_mindformers():
+def test_variables_match_mindformers():
     cluster = Cluster.from_environment(8, {})
     assert (cluster.master_addr, cluster.master_port, str(cluster.log_dir)) == ("127.0.0.1", 8118, "output/msrun_log")
     assert (cluster.local_workers, cluster.node_rank, cluster.cluster_time_out) == (8, 0, 7200)

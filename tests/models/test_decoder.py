@@ -110,7 +110,7 @@ def float64_weights(net):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_hidden_states_and_loss_and_gradients_are_those_of_plain_numpy(name):
+def test_hidden_states_and_loss_and_gradients_match_plain_numpy(name):
     config = make_config(name)
     net = make_net(config)
     lens, ids, labels, batch = make_batch([5, 1, 3])

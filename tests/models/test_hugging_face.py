@@ -268,7 +268,7 @@ def test_keys_of_other_nets_may_have_the_values_that_change_nothing(folder):
     assert load_config(folder(QWEN3, **neutral)) == load_config(folder(QWEN3))
 
 
-def test_a_wrong_value_is_told_with_rule_and_value_as_a_recipe_tells_it(folder):
+def test_a_wrong_value_is_reported_with_rule_and_value_as_a_recipe_reports_it(folder):
     where = folder(SMALL, model_type="llama", num_key_value_heads=3, hidden_size="64", rms_norm_eps=0)
     with pytest.raises(RecipeError) as caught:
         load_config(where)
@@ -282,7 +282,7 @@ def test_a_wrong_value_is_told_with_rule_and_value_as_a_recipe_tells_it(folder):
     assert [f"model.config.{fault}" for fault in faults] == faults_of(recipe_with(where))
 
 
-def test_all_faults_of_a_file_are_told_at_once_and_with_those_of_the_recipe(folder):
+def test_all_faults_of_a_file_are_reported_at_once_and_with_those_of_the_recipe(folder):
     recipe = recipe_with(folder(QWEN3, hidden_act="relu", attention_dropout=0.5, vocab_size=...), learning_rate=1)
     faults = faults_of(recipe)
     assert [fault.partition(":")[0] for fault in faults] == [

@@ -84,7 +84,7 @@ def test_a_config_survives_its_own_dump():
     assert DecoderConfig.model_validate(config.model_dump(mode="json")) == config
 
 
-def test_two_faults_are_told_at_once():
+def test_two_faults_are_reported_at_once():
     with pytest.raises(ValidationError) as caught:
         DecoderConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=3, head_dim=7)
     assert [fault["loc"] for fault in caught.value.errors()] == [("num_key_value_heads",), ("head_dim",)]

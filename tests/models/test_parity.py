@@ -122,7 +122,7 @@ def assert_close(actual, expected, name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_loss_and_every_gradient_are_those_of_transformers(name, theirs, body, source):
+def test_logits_loss_and_every_gradient_match_transformers(name, theirs, body, source):
     ms.set_context(mode=ms.PYNATIVE_MODE, pynative_synchronize=True)
     expected = theirs(name)
     for mode in ("varlen", "padded"):

@@ -61,7 +61,7 @@ def run_varlen(name, arrays, lens, dtype=ms.float32):
 # --- the columns -----------------------------------------------------------------------------------------------------
 
 
-def test_ends_alone_for_ascend_and_pairs_of_blocks_beside_them_for_the_reference():
+def test_ends_alone_for_ascend_and_pairs_of_blocks_next_to_them_for_the_reference():
     lens = SeqLens.packed([70, 60], seq_length=128)
     assert list(attention_columns(lens, "ascend")) == ["actual_seq_qlen"]
     columns = attention_columns(lens, "reference")
@@ -143,7 +143,7 @@ def test_any_number_of_heads_and_any_head_size(heads, kv_heads, size):
     assert_close(run_varlen("pynative", arrays, lens), naive(*arrays, [66, 3]))
 
 
-def test_naive_gradients_are_those_of_finite_differences():
+def test_naive_gradients_match_finite_differences():
     arrays = [x.astype(np.float64) for x in qkvw(7)]
     gradients, segments, step = naive(*arrays, [4, 3])[1:], [4, 3], 1e-6
     for i, at in [(0, (2, 1, 5)), (1, (1, 0, 3)), (2, (5, 1, 9))]:

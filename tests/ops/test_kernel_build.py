@@ -47,14 +47,14 @@ def test_library_is_compiled_once_and_found_again(fake, tmp_path):
     assert fake() == 1
 
 
-def test_damaged_library_is_compiled_anew(fake):
+def test_damaged_library_is_compiled_again(fake):
     library = kernel_build.kernel_library()
     library.write_text("libr")
     assert find_again().read_text() == "library 1\n"
     assert fake() == 2
 
 
-def test_library_without_checksum_is_compiled_anew(fake):
+def test_library_without_checksum_is_compiled_again(fake):
     kernel_build.kernel_library().with_suffix(".sha256").unlink()
     assert find_again().is_file()
     assert fake() == 2
@@ -108,7 +108,7 @@ def assert_one_warning(caplog, *words):
         assert word in message
 
 
-def test_missing_compiler_is_said_once_and_gives_no_library(fake, monkeypatch, tmp_path, caplog):
+def test_missing_compiler_is_logged_once_and_gives_no_library(fake, monkeypatch, tmp_path, caplog):
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert_one_warning(caplog, "no C++ compiler on the PATH (looked for g++, clang++)")
@@ -119,7 +119,7 @@ def test_compiler_named_in_cxx_must_exist(fake, monkeypatch, caplog):
     assert_one_warning(caplog, "CXX names 'no-such-compiler'")
 
 
-def test_broken_compiler_is_said_once_with_its_own_words(fake, tmp_path, caplog):
+def test_broken_compiler_is_logged_once_with_its_own_words(fake, tmp_path, caplog):
     write_compiler(
         tmp_path / "fake-g++",
         '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "In file a.h:\na.h:1: error: no <vector>" >&2\nexit 1\n',
@@ -128,7 +128,7 @@ def test_broken_compiler_is_said_once_with_its_own_words(fake, tmp_path, caplog)
     assert not list((tmp_path / "cache").rglob("*.so"))
 
 
-def test_cache_that_cannot_be_written_is_said_once(fake, monkeypatch, tmp_path, caplog):
+def test_cache_that_cannot_be_written_is_logged_once(fake, monkeypatch, tmp_path, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert_one_warning(caplog, "Not a directory")
@@ -143,7 +143,7 @@ def test_gxx_is_tried_before_clang(monkeypatch, tmp_path):
     assert kernel_build._compiler() == ["g++"]
 
 
-def test_hash_is_that_of_the_library(fake):
+def test_hash_matches_the_library(fake):
     library = kernel_build.kernel_library()
     assert kernel_build.library_hash() == library.with_suffix(".sha256").read_text()
     assert len(kernel_build.library_hash()) == 64

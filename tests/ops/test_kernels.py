@@ -93,7 +93,7 @@ def kernel_attention(arrays, ends, weights):
         pytest.param([1, 1200, 1], 1, 1, 130, id="three chunks between single tokens"),
     ],
 )
-def test_attention_and_gradients_are_those_of_plain_numpy(seq_lens, heads, kv_heads, size):
+def test_attention_and_gradients_match_plain_numpy(seq_lens, heads, kv_heads, size):
     arrays, ends, weights = attention_case(seq_lens, heads, kv_heads, size)
     for actual, expected in zip(
         kernel_attention(arrays, ends, weights), numpy_attention(*arrays, seq_lens, weights), strict=True
@@ -188,7 +188,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_fused_operators_and_gradients_are_those_of_plain_numpy(case):
+def test_fused_operators_and_gradients_match_plain_numpy(case):
     kernel, reference, arrays, differentiable = CASES[case]
     weights = normal(*arrays[0].shape, seed=7)
     expected = reference(*(array.astype(np.float64) for array in [*arrays, weights]))
@@ -211,7 +211,7 @@ def loss_case(tokens, size, vocabulary, supervised=0.7):
         pytest.param(60, 300, 530, id="slices of hidden and of vocabulary"),
     ],
 )
-def test_loss_and_gradients_are_those_of_plain_numpy(tokens, size, vocabulary):
+def test_loss_and_gradients_match_plain_numpy(tokens, size, vocabulary):
     hidden, weight, labels = loss_case(tokens, size, vocabulary)
     loss = ms.value_and_grad(lambda h, w: kernels.kernel_linear_cross_entropy(h, w, Tensor(labels)) * 0.5, (0, 1))
     value, gradients = loss(Tensor(hidden), Tensor(weight))

@@ -81,7 +81,7 @@ CASES = {
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("case", CASES)
-def test_values_and_gradients_are_those_of_plain_numpy(case, dtype):
+def test_values_and_gradients_match_plain_numpy(case, dtype):
     operator, reference, arrays, differentiable = CASES[case]
     arrays = [array.astype(dtype).astype(np.float64) for array in arrays]
     expected = reference(*arrays)
@@ -119,7 +119,7 @@ HIDDEN, WEIGHT, LABELS = normal(6, 4), normal(9, 4), np.array([3, -100, 8, 0, -1
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_loss_and_its_gradients_are_those_of_plain_numpy(dtype):
+def test_loss_and_its_gradients_match_plain_numpy(dtype):
     hidden = HIDDEN.astype(dtype).astype(np.float64)
     value_and_grad = ms.value_and_grad(linear_cross_entropy, (0, 1))
     loss, (dhidden, dweight) = value_and_grad(Tensor(hidden.astype(dtype)), Tensor(WEIGHT, ms.float32), Tensor(LABELS))
@@ -229,7 +229,7 @@ def test_adamw_updates_in_place_and_takes_the_gradient(shape):
 
 
 @pytest.mark.parametrize("shape", ADAMW_SHAPES)
-def test_square_sum_is_that_of_plain_numpy_and_lets_nan_through(shape):
+def test_square_sum_matches_plain_numpy_and_lets_nan_through(shape):
     values = normal(*shape).astype(np.float32)
     assert float(square_sum(Tensor(values)).asnumpy()) == pytest.approx(
         (values.astype(np.float64) ** 2).sum(), rel=1e-5

@@ -56,7 +56,7 @@ def test_epochs_differ_and_the_same_seed_repeats_them():
     assert set(np.sign(np.diff(lengths[orders[0]]))) == {-1, 0, 1}
 
 
-def test_goes_on_at_the_sample_after_the_last_step():
+def test_resumes_at_the_sample_after_the_last_step():
     plan = EpochPlan(np.full(12, 2, np.int32), plan_settings(policy="rows", size=3), epoch=None)
     assert plan.micro_batch(step=2, micro_batch=0).tolist() == [6, 7, 8]
 
@@ -108,7 +108,7 @@ def test_a_state_of_other_settings_is_refused():
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_checkpoint_from_before_plans_knew_the_sizes_goes_on(ranks):
+def test_a_checkpoint_from_before_plans_knew_the_sizes_continues(ranks):
     lengths = np.random.default_rng(0).integers(1, 9, 200).astype(np.int32)
     before = EpochPlans(lengths, "f", plan_settings(world_size=ranks))
     saved = before.to_dict(PlanState(0, 3))

@@ -57,7 +57,7 @@ def test_every_rank_gets_what_every_rank_gave():
     assert floats[0] == floats[1] == np.array([[0.1, np.nan], [1.1, np.nan]]).tobytes()
 
 
-def test_alone_there_is_nobody_to_wait_for():
+def test_a_single_rank_waits_for_no_other():
     exchange = Exchange(Ranks())
     assert exchange.gather(b"x") == [b"x"]
     assert exchange.gather_words(np.array([3, 4], np.int32)).tolist() == [[3, 4]]

@@ -137,7 +137,7 @@ def test_a_rank_with_something_else_stops_all_with_one_message(two, name, messag
     assert max(outcome["seconds"] for outcome in outcomes) < 30
 
 
-def test_an_error_of_one_rank_is_told_by_all(two):
+def test_an_error_of_one_rank_is_reported_by_all(two):
     first, other = (outcome["error_on_one_rank"] for outcome in two)
     assert (other["kind"], other["error"]) == ("DataError", "record 7 must be whole, got half of it")
     assert first["error"] == f"rank 1 stopped, and with it all others: {other['error']}"
@@ -197,7 +197,7 @@ def test_whose_gradient_was_not_finite_is_found_though_ranks_added_it_up(folder,
     assert all(isinstance(batch["loss_sum"], float) for batch in batches)
 
 
-def test_a_run_stopped_before_its_first_step_leaves_nothing_and_begins_anew(folder, two):
+def test_a_run_stopped_before_its_first_step_leaves_nothing_and_begins_again(folder, two):
     assert [summary["step"] for summary in value(two, "stopped_before_the_first_step")] == [1, 1]
     assert [path.name for path in folder.glob("early/varlen*")] == ["varlen"]
     assert checkpoints(folder / "early" / "varlen") == [1]
@@ -226,7 +226,7 @@ def test_nine_samples_on_four_ranks(four):
     assert [len(rank["lengths"][0]) for rank in found] == [3, 2, 2, 2]
 
 
-def test_twelve_samples_on_four_ranks_go_on_on_two(folder, two):
+def test_twelve_samples_on_four_ranks_resume_on_two(folder, two):
     lines = metrics(folder / "twelve" / "padded")
     rows = {"mode": "padded", "batch": {"rows": 1}, "model__variable_seq_lengths": False, "data__eval_fraction": 0.0}
     first = plan_of(folder, "twelve", 4, corpus="twelve", **rows).step_ids(0)

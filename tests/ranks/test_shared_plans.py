@@ -75,7 +75,7 @@ def test_the_last_rank_to_leave_removes_the_plans(temporary):
     assert not list(temporary.iterdir())
 
 
-def test_leftovers_of_ended_runs_are_removed(temporary):
+def test_leftovers_of_dead_runs_are_removed(temporary):
     (temporary / f"ms_varlen-plans-{os.getuid()}-999999999").mkdir()
     (temporary / f"ms_varlen-plans-{os.getuid()}-{os.getppid()}").mkdir()
     with plans_of_node(os.getpid()):
@@ -83,7 +83,7 @@ def test_leftovers_of_ended_runs_are_removed(temporary):
     assert [path.name for path in temporary.iterdir()] == [f"ms_varlen-plans-{os.getuid()}-{os.getppid()}"]
 
 
-def test_no_room_for_the_plan_is_told(temporary, monkeypatch):
+def test_no_room_for_the_plan_is_reported(temporary, monkeypatch):
     monkeypatch.setattr(np, "save", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with (
         plans_of_node(os.getpid()) as share,

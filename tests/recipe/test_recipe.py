@@ -439,7 +439,7 @@ def test_later_overrides_win_and_reach_nested_keys():
     assert (recipe.train.steps, recipe.model.config.hidden_size) == (70, 64)
 
 
-def test_an_override_mends_a_fault_of_the_file(tmp_path):
+def test_an_override_fixes_a_fault_of_the_file(tmp_path):
     path = written(tmp_path, QUICKSTART.read_text(encoding="utf-8").replace("steps: 200", "steps: -1"))
     assert load_recipe(path, ["train.steps=30"]).train.steps == 30
 

@@ -57,7 +57,7 @@ def test_run_killed_at_every_point_equals_the_uninterrupted_run(tiny, tmp_path):
     assert not list(run.glob(".tmp-*"))
 
 
-def test_interrupt_ends_with_130_at_once_and_the_run_goes_on(tiny, tmp_path):
+def test_interrupt_ends_with_130_at_once_and_the_run_continues(tiny, tmp_path):
     done = tiny.train(tmp_path, faults=[{"kind": "interrupt", "step": 5}])
     begin = float(re.search(r"interrupted at ([\d.]+)", done.stderr)[1])
     assert (done.returncode, checkpoints(tmp_path / "varlen")) == (130, [3])
@@ -117,7 +117,7 @@ def test_finished_run_asked_for_more_steps_equals_one_run(tiny, tmp_path):
     assert_same_run(tmp_path / "varlen", tiny.run)
 
 
-def test_finished_run_says_so_and_is_left_alone(tiny):
+def test_finished_run_says_so_and_is_unchanged(tiny):
     before, lines = contents(tiny.run), metrics(tiny.run)
     done = tiny.train(tiny.run.parent)
     assert done.returncode == 0
@@ -141,7 +141,7 @@ def planned(tiny, overrides, remaining=None):
     return EpochPlan(plans.lengths, plans.settings, 0, remaining)
 
 
-def test_changed_batch_plans_the_rest_of_the_epoch_anew(tiny, tmp_path, monkeypatch):
+def test_changed_batch_plans_the_rest_of_the_epoch_again(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tiny.cache))
     old = ["graph.mode=pynative", "train.eval_every=null"]
     new = [*old, "batch.token_budget=128", "batch.micro_batches=2", "batch.max_segments=9", "shapes.kind=static"]
@@ -171,7 +171,7 @@ def test_changed_batch_plans_the_rest_of_the_epoch_anew(tiny, tmp_path, monkeypa
     assert all(ledger["balanced"] for ledger in json.loads(done.stdout)["ledger"].values())
 
 
-def test_checkpoint_of_another_mode_is_refused_and_never_begins_anew(tiny):
+def test_checkpoint_of_another_mode_is_refused_and_never_begins_again(tiny):
     output = tiny.run.parent
     one_step = ("graph.mode=pynative", "train.steps=1")
     rows = ("mode=padded", "model.variable_seq_lengths=false", "batch.token_budget=null", "batch.rows=4")

@@ -151,7 +151,7 @@ def test_parameters_keep_their_hugging_face_names(graphs):
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_adamw_is_that_of_pytorch(clip):
+def test_adamw_matches_pytorch(clip):
     random = np.random.default_rng(0)
     values = {"matrix": random.standard_normal((5, 4)), "bias": random.standard_normal(7)}
     weights = ParameterTuple([Parameter(Tensor(v.astype(np.float32)), name=n) for n, v in values.items()])

@@ -53,7 +53,7 @@ def test_a_model_whose_weights_cannot_fit_is_pointed_to_mindformers():
         prepare(load_recipe(RECIPES / "ascend_qwen3_1.7b_varlen.yaml", overrides), world_size=8)
 
 
-def test_recomputing_is_shown_beside_keeping(tmp_path):
+def test_recomputing_is_shown_next_to_keeping(tmp_path):
     recipe = load_recipe(RECIPES / "quickstart.yaml", ["device.max_memory=4GB", "device.target=CPU"])
     workload = prepare(recipe)
     kept = step_memory(recipe, workload.model_config, workload.shapes)

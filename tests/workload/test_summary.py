@@ -25,7 +25,7 @@ def balance_of(folder, lengths, shapes, micro_batches, world_size, seed=0):
     return rank_balance(workload.plans, workload.layout, COST)
 
 
-def test_a_long_sample_beside_full_ranks_sets_the_floor(tmp_path):
+def test_a_long_sample_next_to_full_ranks_sets_the_floor(tmp_path):
     balance = balance_of(tmp_path, [60] + [10] * 14, {"kind": "range", "divisor": 10}, 1, 2, seed=0)
     slowest, other = 100 + 0.01 * (60**2 + 4 * 10**2), 100 + 0.01 * 10 * 10**2
     assert balance.after == pytest.approx([2 * slowest / (slowest + other) - 1])
