@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import ipaddress
 import os
 import socket
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import IO, TypeVar
 
 from ms_varlen.errors import VarlenError
+from ms_varlen.files import try_lock
 
 TRAIN_SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "train.py"
 
@@ -167,15 +167,13 @@ class Cluster:
     def _locked_log(self) -> IO[bytes]:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         log = self.msrun_log.open("a+b")
-        try:
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not try_lock(log.fileno()):
             log.seek(0)
             owner = log.readline().decode("utf-8", "replace").strip()
             log.close()
             raise VarlenError(
                 f"logs in {self.log_dir} belong to a running launch, {owner}; set LOG_DIR and MASTER_PORT"
-            ) from error
+            )
         log.truncate(0)
         log.write(f"pid {os.getpid()}\n".encode())
         log.flush()
