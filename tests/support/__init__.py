@@ -1,1 +1,1 @@
-"""What tests share: the strict operator emulator, planted faults, made-up recipes, checkpoints and runs."""
+"""Helpers of the tests: the strict operator emulator, planted faults, the tiny recipe, checkpoints and runs."""

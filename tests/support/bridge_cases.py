@@ -1,4 +1,4 @@
-"""What the tests of the bridge share: a small corpus, the loader's keys, the ready recipes and how they were made."""
+"""Helpers of the bridge tests: a small corpus, the loader's keys, the ready recipes and how they were made."""
 
 import copy
 import json
@@ -40,7 +40,7 @@ NO_EVALUATION = ["train.eval_every=null", "data.eval_fraction=0"]
 
 
 def ready_config(name: str) -> dict[str, Any]:
-    """A ready recipe, made anew."""
+    """Return a ready recipe, made again."""
     family, devices, overrides = READY[name]
     return mindformers_config(
         load_recipe(ROOT / "recipes" / "packed.yaml", overrides.split() + NO_EVALUATION), family, devices

@@ -1,6 +1,6 @@
-"""MindFormers' core Qwen3 with our loader, in a process of its own: ``python bridge_core_run.py FOLDER``.
+"""MindFormers' core Qwen3 with our loader, as a program: ``python bridge_core_run.py FOLDER``.
 
-FOLDER holds `train.yaml`, `resume.yaml`, which goes on from its middle, and `eight_billion.yaml`. Prints one JSON
+FOLDER holds `train.yaml`, `resume.yaml`, which resumes from its middle, and `eight_billion.yaml`. Prints one JSON
 object as its last line.
 """
 

@@ -1,6 +1,6 @@
 """A rank of MindFormers' Trainer with our loader: ``msrun ... bridge_ranks_run.py FOLDER``.
 
-Trains as FOLDER/train.yaml says, and writes what each of its steps was fed with to `fed_<rank>.npz`.
+Trains FOLDER/train.yaml and writes the batches of its steps to `fed_<rank>.npz`.
 """
 
 import os

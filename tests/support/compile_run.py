@@ -1,8 +1,8 @@
-"""A run in small for test_compile.py: three cells compiled in order within the compile cache, then trained.
+"""A small run for test_compile.py: three cells, compiled in order with the compile cache, then trained.
 
-    python tests/compile_run.py '{"cache": "/tmp/cache"}'
+    python tests/support/compile_run.py '{"cache": "/tmp/cache"}'
 
-Prints one JSON object: state of the cache, graphs counted, losses as hexadecimal floats.
+Prints one JSON object: state of the cache, number of graphs, losses as hexadecimal floats.
 """
 
 import json

@@ -5,7 +5,7 @@ Used inside a child process that a test starts::
     with kill_at("half_file", step=20):
         train(...)
 
-Nothing runs after the kill: no `finally`, no `atexit`, no flush, as with `kill -9` or a node that is lost.
+Nothing runs after the kill: no `finally`, no `atexit`, no flush, as with `kill -9` or a node that fails.
 """
 
 import contextlib

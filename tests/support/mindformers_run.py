@@ -1,8 +1,7 @@
-"""MindFormers' own models on the CPU, in a process of their own: `python mindformers_run.py llama|qwen3 JOBS.json`.
+"""MindFormers' own models on the CPU, as a program: `python mindformers_run.py llama|qwen3 JOBS.json`.
 
-A job has a `yaml` (`mindformers_model.yaml`), a `checkpoint`, the token `ids` and an `output`, where the logits are
-saved with the moments that the optimizer holds after loading; with `save`, a folder that both are then saved into as
-MindFormers does.
+A job has a `yaml` (`mindformers_model.yaml`), a `checkpoint`, token `ids` and an `output` for the logits and the
+optimizer's moments after loading. With `save`, both are also saved to that folder as MindFormers does.
 """
 
 import json

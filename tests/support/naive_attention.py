@@ -1,4 +1,4 @@
-"""Attention one segment and one head after another in NumPy, and what the tests of attention share.
+"""Attention in NumPy, one segment and one head after another, and helpers of the attention tests.
 
 Axis letters: T tokens, N heads, n KV heads, D head size.
 """

@@ -1,4 +1,4 @@
-"""What a test reads of a page."""
+"""The text and elements of an HTML page, for tests."""
 
 from html.parser import HTMLParser
 
