@@ -17,9 +17,9 @@ import yaml
 
 from ckpt_tools.new_folder import new_folder
 from ckpt_tools.step_folder import IMPORTED, StepFolder, open_step, tree_of, write_step
-from ckpt_tools.tensors import running_total
 from ms_varlen.checkpoint.resume import DATA_FINGERPRINT, RECIPE_FILE
 from ms_varlen.checkpoint.run_folder import METRICS_FILE, lines_up_to, run_folders
+from ms_varlen.checkpoint.tensors import running_total
 from ms_varlen.errors import CheckpointError, RecipeError
 from ms_varlen.modes import Mode
 from ms_varlen.recipe.recipe import Recipe, load_recipe

@@ -20,8 +20,8 @@ from pydantic import ValidationError
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from ckpt_tools.huggingface import export_hugging_face
-from ckpt_tools.tensors import StoredTensor
 from ckpt_tools.weights import Weights, checked
+from ms_varlen.checkpoint.tensors import StoredTensor
 from ms_varlen.errors import CheckpointError
 from ms_varlen.models.config import DecoderConfig
 

@@ -9,9 +9,8 @@ from typing import Any
 
 from ckpt_tools.imports import carried_files
 from ckpt_tools.new_folder import new_folder
-from ckpt_tools.tensors import StoredTensor, cast, running_total, write_safetensors
 from ckpt_tools.weights import Weights
-from ms_varlen.checkpoint.tensors import INDEX_FILE, SINGLE_FILE
+from ms_varlen.checkpoint.tensors import INDEX_FILE, SINGLE_FILE, StoredTensor, cast, running_total, write_safetensors
 from ms_varlen.errors import CheckpointError
 from ms_varlen.models.hugging_face import CONFIG_FILE, hugging_face_config
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from ckpt_tools.new_folder import new_folder
 from ckpt_tools.step_folder import CARRIED_FOLDER, IMPORTED, write_step
-from ckpt_tools.tensors import running_total
 from ckpt_tools.weights import Weights
+from ms_varlen.checkpoint.tensors import running_total
 from ms_varlen.models.hugging_face import CONFIG_FILE
 
 _CARRIED = (

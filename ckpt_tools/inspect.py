@@ -11,9 +11,9 @@ from ckpt_tools.mindformers.names import is_fused, model_class_of
 from ckpt_tools.mindformers.shards import merged_tensors
 from ckpt_tools.open_any import ReadingHints, kind_of
 from ckpt_tools.step_folder import IMPORTED, StepFolder, newest_step, open_step, verified_manifest
-from ckpt_tools.tensors import StoredTensor
 from ckpt_tools.weights import EMBEDDING, hugging_face_tensors, open_hugging_face
 from ms_varlen.checkpoint.store import MODEL_FILE, CorruptCheckpointError
+from ms_varlen.checkpoint.tensors import StoredTensor
 from ms_varlen.errors import VarlenError
 from ms_varlen.models.hugging_face import load_config
 

@@ -12,10 +12,10 @@ from ckpt_tools.mindformers.config import read_config
 from ckpt_tools.mindformers.names import RowLayout, model_class_of
 from ckpt_tools.mindformers.shards import TRACKER, read_file
 from ckpt_tools.step_folder import open_step
-from ckpt_tools.tensors import StoredTensor
 from ckpt_tools.weights import Weights, checked, is_hugging_face, of_step, open_hugging_face
 from ms_varlen.checkpoint.resume import RECIPE_FILE
 from ms_varlen.checkpoint.store import MANIFEST_FILE, list_checkpoints, read_manifest
+from ms_varlen.checkpoint.tensors import StoredTensor
 from ms_varlen.errors import CheckpointError
 from ms_varlen.models.hugging_face import CONFIG_FILE
 

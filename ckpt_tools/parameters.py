@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 
-from ckpt_tools.tensors import FLOATS, StoredTensor
+from ms_varlen.checkpoint.tensors import FLOATS, StoredTensor
 from ms_varlen.errors import CheckpointError
 
 MOMENTS = ("adam_m", "adam_v")

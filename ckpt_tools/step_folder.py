@@ -11,7 +11,6 @@ import numpy as np
 from pydantic import ValidationError
 
 from ckpt_tools.parameters import check_parameters, moment_shapes
-from ckpt_tools.tensors import NUMPY_TYPES, StoredTensor, cast, from_array, read_safetensors, write_safetensors
 from ms_varlen.checkpoint.resume import RECIPE_FILE
 from ms_varlen.checkpoint.store import (
     APPLIED_STEPS,
@@ -24,6 +23,14 @@ from ms_varlen.checkpoint.store import (
     read_manifest,
     sealed_manifest,
     step_name,
+)
+from ms_varlen.checkpoint.tensors import (
+    NUMPY_TYPES,
+    StoredTensor,
+    cast,
+    from_array,
+    read_safetensors,
+    write_safetensors,
 )
 from ms_varlen.errors import CheckpointError
 from ms_varlen.models.config import DecoderConfig

@@ -8,8 +8,8 @@ import numpy as np
 
 from ckpt_tools.open_any import ReadingHints, open_weights
 from ckpt_tools.step_folder import IMPORTED, open_step
-from ckpt_tools.tensors import FLOATS, PIECE_BYTES, StoredTensor, cast
 from ckpt_tools.weights import Weights
+from ms_varlen.checkpoint.tensors import FLOATS, PIECE_BYTES, StoredTensor, cast
 from ms_varlen.errors import CheckpointError
 from ms_varlen.modes import Mode
 from ms_varlen.recipe.recipe import Recipe

@@ -8,9 +8,15 @@ import numpy as np
 
 from ckpt_tools.parameters import check_parameters, moment_shapes, without_buffers
 from ckpt_tools.step_folder import CARRIED_FOLDER, StepFolder, tree_of
-from ckpt_tools.tensors import StoredTensor, from_array, read_safetensors
 from ms_varlen.checkpoint.store import APPLIED_STEPS
-from ms_varlen.checkpoint.tensors import INDEX_FILE, SINGLE_FILE, weight_files
+from ms_varlen.checkpoint.tensors import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    StoredTensor,
+    from_array,
+    read_safetensors,
+    weight_files,
+)
 from ms_varlen.errors import CheckpointError
 from ms_varlen.models.config import DecoderConfig
 from ms_varlen.models.hugging_face import CONFIG_FILE, load_config

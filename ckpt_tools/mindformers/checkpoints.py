@@ -29,9 +29,9 @@ from ckpt_tools.mindformers.names import (
 from ckpt_tools.mindformers.shards import merged_tensors
 from ckpt_tools.new_folder import new_folder
 from ckpt_tools.parameters import MOMENTS
-from ckpt_tools.tensors import StoredTensor, cast, from_array, running_total, write_safetensors
 from ckpt_tools.weights import EMBEDDING, Weights, checked
 from ms_varlen.checkpoint.store import APPLIED_STEPS
+from ms_varlen.checkpoint.tensors import StoredTensor, cast, from_array, running_total, write_safetensors
 from ms_varlen.errors import CheckpointError
 from ms_varlen.models.config import DecoderConfig
 from ms_varlen.models.hugging_face import CONFIG_FILE, hugging_face_config

@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 
 from ckpt_tools.parameters import MOMENTS
-from ckpt_tools.tensors import StoredTensor, computed
+from ms_varlen.checkpoint.tensors import StoredTensor, computed
 from ms_varlen.errors import CheckpointError
 from ms_varlen.models.config import DecoderConfig
 

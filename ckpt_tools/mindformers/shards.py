@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ckpt_tools.tensors import NUMPY_TYPES, StoredTensor, computed, from_array, read_safetensors
+from ms_varlen.checkpoint.tensors import NUMPY_TYPES, StoredTensor, computed, from_array, read_safetensors
 from ms_varlen.errors import CheckpointError
 
 Tensors = dict[str, StoredTensor]

@@ -29,9 +29,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from ms_varlen.checkpoint.tensors import CorruptCheckpointError, read_safetensors
 from ms_varlen.errors import CheckpointError
 from ms_varlen.files import HIDDEN, fsync, hidden, publish
 
@@ -46,12 +47,6 @@ _STEP_NAME = re.compile(r"step_(\d{8,})")
 
 Spec = dict[str, tuple[tuple[int, ...], str]]
 """Parameter name -> (shape, NumPy dtype name)."""
-
-
-class CorruptCheckpointError(CheckpointError):
-    """A checkpoint whose files are missing, cut short or altered: an older one may still be good."""
-
-    default_code = "CKPT-CORRUPT"
 
 
 @dataclass(frozen=True)
@@ -357,13 +352,7 @@ def _read_json(path: Path, sha256: str | None = None) -> dict[str, Any]:
 
 
 def _read_tensors(path: Path, table: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    try:
-        with safe_open(path, "np") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except FileNotFoundError as error:
-        raise CorruptCheckpointError(f"{path} is missing") from error
-    except SafetensorError as error:
-        raise CorruptCheckpointError(f"{path} is cut short or altered: {error}") from error
+    tensors = {name: tensor.read() for name, tensor in read_safetensors(path).items()}
     expected, found = _table_spec(table), _spec(tensors)
     if found != expected:
         names = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))

@@ -22,7 +22,7 @@ import numpy as np
 
 from ckpt_tools.parameters import moment_shapes
 from ckpt_tools.step_folder import write_step
-from ckpt_tools.tensors import PIECE_BYTES, StoredTensor, from_array
+from ms_varlen.checkpoint.tensors import PIECE_BYTES, StoredTensor, from_array
 from ms_varlen.models.config import DecoderConfig
 
 RECIPE = """

@@ -189,7 +189,7 @@ def test_files_that_are_missing_or_cut_short_are_named(tmp_path):
     places = sharded(tmp_path, values())
     content = (tmp_path / "model-1.safetensors").read_bytes()
     (tmp_path / "model-1.safetensors").write_bytes(content[:-8])
-    with pytest.raises(CheckpointError, match=r"model-1.safetensors is cut short or altered"):
+    with pytest.raises(CheckpointError, match=r"model-1.safetensors is cut short: parameter .* ends at byte"):
         TensorFolder(tmp_path)
     (tmp_path / "model-1.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model-1.safetensors is missing"):

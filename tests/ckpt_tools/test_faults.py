@@ -12,10 +12,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from ckpt_tools import new_folder
-from ckpt_tools import tensors as tensors_module
 from ckpt_tools.convert import convert
 from ckpt_tools.new_folder import new_folder as make_folder
 from ms_varlen.checkpoint import store
+from ms_varlen.checkpoint import tensors as tensors_module
 from ms_varlen.checkpoint.run_folder import open_run
 from ms_varlen.checkpoint.store import read_manifest, sealed_manifest
 from ms_varlen.errors import CheckpointError

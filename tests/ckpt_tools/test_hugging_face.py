@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools.huggingface import size_in_bytes
-from ckpt_tools.tensors import cast, from_array
+from ms_varlen.checkpoint.tensors import cast, from_array
 from ms_varlen.errors import CheckpointError
 from tests.support import ckpt_made
 from tests.support.ckpt_made import FAMILIES, hugging_face_folder, run, saved_step, tensors

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from ckpt_tools.cli import main
 from ckpt_tools.mindformers.config import read_config
 from ckpt_tools.mindformers.names import WeightLayout, check_expressible, from_mindformers, to_mindformers
-from ckpt_tools.tensors import from_array
+from ms_varlen.checkpoint.tensors import from_array
 from ms_varlen.errors import CheckpointError
 from ms_varlen.models.config import DecoderConfig
 from tests.support.ckpt_made import (

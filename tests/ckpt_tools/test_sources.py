@@ -12,8 +12,8 @@ from safetensors.numpy import save_file
 
 from ckpt_tools.cli import main
 from ckpt_tools.mindformers.shards import merged_tensors
-from ckpt_tools.tensors import read_safetensors
 from ms_varlen.checkpoint.store import CorruptCheckpointError
+from ms_varlen.checkpoint.tensors import read_safetensors
 from ms_varlen.errors import CheckpointError
 from ms_varlen.models.config import DecoderConfig
 from tests.support.ckpt_made import TINY, contents, numbers, run, saved_step, tiny_gguf
@@ -115,7 +115,7 @@ DAMAGE = {
     "an index of a file that is gone": (
         "hf",
         lambda f: write(f / f"{FILE}.index.json", json.dumps({"weight_map": {"a": "gone.safetensors"}})),
-        "gone.safetensors is missing; bring the whole checkpoint along",
+        "gone.safetensors is missing; copy all files of the checkpoint",
     ),
     "no config.json": (
         "hf",
@@ -329,3 +329,12 @@ def test_ranks_of_different_steps_or_with_one_missing_are_refused(sources, tmp_p
     shutil.rmtree(tmp_path / "rank_1")
     with pytest.raises(CheckpointError, match="must hold the folders of all ranks, found no rank_1"):
         merged_tensors(tmp_path, tmp_path / "strategy.ckpt")
+
+
+def test_a_file_cut_short_after_it_was_opened_is_refused(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file({"a": np.ones(8, np.float32)}, path)
+    tensor = read_safetensors(path)["a"]
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(CheckpointError, match="parameter a must have 8 values, found 7; the file changed while it was"):
+        tensor.read()

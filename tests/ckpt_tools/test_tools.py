@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from ckpt_tools import tensors as tensors_module
 from ckpt_tools.step_folder import open_step
-from ckpt_tools.tensors import StoredTensor, cast, from_array, read_safetensors, write_safetensors
 from ckpt_tools.verify import _max_abs_diff
+from ms_varlen.checkpoint import tensors as tensors_module
 from ms_varlen.checkpoint.store import load_checkpoint
+from ms_varlen.checkpoint.tensors import StoredTensor, cast, from_array, read_safetensors, write_safetensors
 from ms_varlen.errors import CheckpointError
 from tests.support.ckpt_made import (
     TINY,
