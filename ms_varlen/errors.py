@@ -4,13 +4,16 @@ A message says, in this order: the name, the rule, the value found, where, and t
 ``seq_lens[17] must be <= token_budget (4096), got 5210; raise batch.token_budget or set data.overlong=split``.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 
 class VarlenError(ValueError):
-    """Base of every error that this package raises for something its caller can mend.
+    """Base of every error that a caller can fix.
 
     Args:
-        message: see above.
-        code: of the fault's entry in the catalogue (`ms_varlen.catalogue`); by default the one of the class.
+        message: in the form above.
+        code: the fault's entry in `ms_varlen.catalogue`; by default the one of the class.
     """
 
     default_code: str | None = None
@@ -50,11 +53,26 @@ class DataError(VarlenError):
     default_code = "DATA-SOURCE"
 
 
+@contextlib.contextmanager
+def located(where: object) -> Iterator[None]:
+    """Add the place to a DataError raised inside, before the next step of its message.
+
+    Functions that look at one record or text do not know where it comes from; the loop that knows uses this.
+    The next step follows the last semicolon, and holds none itself.
+    """
+    try:
+        yield
+    except DataError as error:
+        fault, semicolon, step = str(error).rpartition("; ")
+        error.args = (f"{fault}, in {where}; {step}" if semicolon else f"{step}, in {where}",)
+        raise
+
+
 class CheckpointError(VarlenError):
     """A checkpoint that cannot be read, or that belongs to another run."""
 
 
 class RanksError(VarlenError):
-    """Ranks of one run that do not agree, or of which one is gone."""
+    """Ranks of one run that disagree, or one of them died."""
 
     default_code = "RANK-DIFFERS"

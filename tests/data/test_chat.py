@@ -9,10 +9,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processo
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
+from ms_varlen.data.sources.record import Record
 from ms_varlen.data.tokens.chat import ChatTemplate, chat_templates
-from ms_varlen.data.tokens.records import Record, RecordEncoder
+from ms_varlen.data.tokens.records import RecordEncoder
 from ms_varlen.data.tokens.tokenizers import open_tokenizer
-from ms_varlen.errors import DataError
+from ms_varlen.errors import DataError, located
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -78,7 +79,8 @@ MOVING = (
 
 def said(source, messages, tools=None, **special):
     """The rendering with the assistant's words in brackets."""
-    text, spans = ChatTemplate({"default": source}, special).conversation(messages, tools, "c.jsonl line 3")
+    with located("c.jsonl line 3"):
+        text, spans = ChatTemplate({"default": source}, special).conversation(messages, tools)
     for start, end in reversed(spans):
         text = f"{text[:start]}[{text[start:end]}]{text[end:]}"
     return text
@@ -256,14 +258,14 @@ def test_a_chat_may_begin_with_the_assistant():
 
 def test_turns_without_loss_are_left_out_of_what_is_marked():
     begun = chat("uHi", "aHello", "uBye", "aSo long")
-    assert ChatTemplate({"default": CHATML}, {}).conversation(begun, None, "", [1])[1] == [
-        ChatTemplate({"default": CHATML}, {}).conversation(begun, None, "")[1][1]
+    assert ChatTemplate({"default": CHATML}, {}).conversation(begun, None, [1])[1] == [
+        ChatTemplate({"default": CHATML}, {}).conversation(begun, None)[1][1]
     ]
-    text, spans = ChatTemplate({"default": TAGGED}, {}).conversation(begun, None, "", [3])
+    text, spans = ChatTemplate({"default": TAGGED}, {}).conversation(begun, None, [3])
     assert [text[start:end] for start, end in spans] == ["Hello<|im_end|>"]
     twice = TAGGED.replace("{%- endgeneration %}", "{%- endgeneration %}{%- generation %}!{%- endgeneration %}")
-    with pytest.raises(DataError, match=r"got 4 marks for 2 turns, in c.jsonl line 3; remove weight and train from"):
-        ChatTemplate({"default": twice}, {}).conversation(begun, None, "c.jsonl line 3", [3])
+    with pytest.raises(DataError, match=r"got 4 marks for 2 turns; remove weight and train from"):
+        ChatTemplate({"default": twice}, {}).conversation(begun, None, [3])
 
 
 def test_the_date_does_not_depend_on_the_day():
@@ -272,11 +274,11 @@ def test_the_date_does_not_depend_on_the_day():
 
 def test_several_templates_are_distinguished_by_name():
     both = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
-    template = ChatTemplate(chat_templates(both, ""), {})
+    template = ChatTemplate(chat_templates(both), {})
     assert template.render(chat("uHi")) == "plain"
     assert template.render(chat("uHi"), tools=[{"name": "add"}]) == "with tools"
-    assert ChatTemplate(chat_templates("one", ""), {}).render([]) == "one"
-    assert chat_templates(None, "") is chat_templates(both[1:], "") is None
+    assert ChatTemplate(chat_templates("one"), {}).render([]) == "one"
+    assert chat_templates(None) is chat_templates(both[1:]) is None
 
 
 @pytest.fixture(scope="module")

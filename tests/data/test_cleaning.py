@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ms_varlen.data.config import DataConfig
+from ms_varlen.data.sources.record import Record
 from ms_varlen.data.tokens.cleaning import REMOVED, Cleaner, Ledger, Rules, SeenKeys, held_out, pieces, shown_text
-from ms_varlen.data.tokens.records import Encoded, Record, RecordEncoder
+from ms_varlen.data.tokens.records import Encoded, RecordEncoder
 from ms_varlen.data.tokens.tokenizers import open_tokenizer
 from ms_varlen.errors import DataError
 

@@ -3,9 +3,10 @@ import pickle
 import numpy as np
 import pytest
 
+from ms_varlen.data.sources.record import FIELDS, LOSS_FIELDS, Record, masks_of
 from ms_varlen.data.tokens.chat import ChatTemplate
-from ms_varlen.data.tokens.ready_tokens import LOSS_FIELDS, masks_of, tokens_of
-from ms_varlen.data.tokens.records import FIELDS, Record, RecordEncoder, find_kind, kind_sentence
+from ms_varlen.data.tokens.ready_tokens import tokens_of
+from ms_varlen.data.tokens.records import RecordEncoder, find_kind, kind_sentence
 from ms_varlen.data.tokens.tokenizers import ByteTokenizer
 from ms_varlen.errors import DataError
 
@@ -371,7 +372,7 @@ def test_labels_that_contradict_their_declaration_are_refused(labels, message):
 
 
 def test_equal_ids_follow_the_usual_convention():
-    ids, targets = tokens_of({"input_ids": [5, 5, 5], "labels": [-100, 5, 5]}, False, "")
+    ids, targets = tokens_of({"input_ids": [5, 5, 5], "labels": [-100, 5, 5]}, False)
     assert (ids.tolist(), targets.tolist()) == ([5, 5, 5], [False, True, True])
 
 

@@ -21,12 +21,13 @@ from ms_varlen.data.config import DataConfig
 from ms_varlen.data.sources import record_batches as batches
 from ms_varlen.data.sources import source as sources
 from ms_varlen.data.sources import text_files
+from ms_varlen.data.sources.record import Record
 from ms_varlen.data.store import store as store_module
 from ms_varlen.data.store.files import MaskWriter, canonical_hash, token_dtype
 from ms_varlen.data.store.store import TokenStore, prepare_store
 from ms_varlen.data.tokens import encoding
 from ms_varlen.data.tokens.cleaning import Ledger, held_out
-from ms_varlen.data.tokens.records import Record, RecordEncoder
+from ms_varlen.data.tokens.records import RecordEncoder
 from ms_varlen.data.tokens.tokenizers import ByteTokenizer
 from ms_varlen.errors import DataError
 from ms_varlen.planning.plan import EpochPlan, PlanSettings

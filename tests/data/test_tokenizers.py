@@ -13,7 +13,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from ms_varlen.data.tokens.records import Record, RecordEncoder
+from ms_varlen.data.sources.record import Record
+from ms_varlen.data.tokens.records import RecordEncoder
 from ms_varlen.data.tokens.tokenizers import FastTokenizer, describe, open_tokenizer, tokenizer_fingerprint
 from ms_varlen.errors import DataError
 

@@ -11,9 +11,8 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
-from ms_varlen.data.sources.json_text import json_fault
-from ms_varlen.data.tokens.records import Record
-from ms_varlen.errors import DataError
+from ms_varlen.data.sources.record import Record
+from ms_varlen.errors import DataError, located
 
 BATCH_BYTES = 1 << 20
 """A batch ends with the record that reaches this size, or ..."""
@@ -91,22 +90,24 @@ class LineBatch:
             where = f"{self.path} line {number}"
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")  # put there by editors on Windows
-            yield Record(_object_of(line, where), where, self.done)
+            with located(where):
+                fields = _object_of(line)
+            yield Record(fields, where, self.done)
 
 
-def _object_of(line: bytes, where: str) -> dict[str, Any]:
+def _object_of(line: bytes) -> dict[str, Any]:
     """The object of one JSON line, or a DataError that says what is wrong with it."""
     try:
-        entry = json.loads(decoded(line, "a line", where))
+        entry = json.loads(decoded(line, "a line"))
     except (ValueError, RecursionError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"a line must be a JSON object, got {json_fault(error)}, in {where}; {_hint(line)}") from error
+        raise DataError(f"a line must be a JSON object, got {json_fault(error)}; {_hint(line)}") from error
     if not isinstance(entry, dict):
         of_objects = isinstance(entry, list) and entry and all(isinstance(part, dict) for part in entry)
         found = "an array" if isinstance(entry, list) else type(entry).__name__
         hint = ARRAY_HINT if of_objects else MEND_HINT
-        raise DataError(f"a line must be a JSON object, got {found}, in {where}; {hint}")
+        raise DataError(f"a line must be a JSON object, got {found}; {hint}")
     return entry
 
 
@@ -118,18 +119,32 @@ def _hint(line: bytes) -> str:
     return OBJECT_HINT if line[:1] == b"{" and line[-1:] in b"{[," else MEND_HINT
 
 
-def decoded(data: bytes, what: str, where: str) -> str:
+def json_fault(error: ValueError | RecursionError) -> str:
+    """What `json.loads` found, for an error message.
+
+    Args:
+        error: what it raised for a text.
+    """
+    if isinstance(error, json.JSONDecodeError) and error.lineno == 1:
+        return f"{error.msg} at character {error.pos}"  # "line 1" would contradict the number of a line of a file
+    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+        return str(error)
+    if isinstance(error, RecursionError):
+        return "arrays or objects nested too deeply"
+    return "an integer of more digits than can be read"  # Python's limit, 4300: the only other fault that it has
+
+
+def decoded(data: bytes, what: str) -> str:
     """`data` as text.
 
     Raises:
-        DataError: it is not UTF-8; the message gives the byte and its place.
+        DataError: it is not UTF-8; the message gives the byte.
     """
     try:
         return data.decode()
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{what} must be UTF-8, got byte 0x{data[error.start]:02x} at byte {error.start}, in {where}; "
-            "save the file as UTF-8"
+            f"{what} must be UTF-8, got byte 0x{data[error.start]:02x} at byte {error.start}; save the file as UTF-8"
         ) from error
 
 

@@ -17,11 +17,11 @@ from ms_varlen.data.config import PYDOC, LognormalLengths, is_lognormal
 from ms_varlen.data.sources.builtin import Lognormal, Pydoc
 from ms_varlen.data.sources.file_kinds import files_of, source_fault
 from ms_varlen.data.sources.file_memory import FileMemory, file_hash, settled, state_of
+from ms_varlen.data.sources.record import Record
 from ms_varlen.data.sources.record_batches import Batch
 from ms_varlen.data.sources.tables import Parquet, SavedDataset
 from ms_varlen.data.sources.text_files import JsonLines, TextFiles
 from ms_varlen.data.sources.token_files import Megatron, MindRecord
-from ms_varlen.data.tokens.records import Record
 from ms_varlen.errors import DataError
 
 

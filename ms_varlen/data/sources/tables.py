@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ms_varlen.data.sources.file_kinds import SAVED_DATASET
-from ms_varlen.data.sources.json_text import json_fault
-from ms_varlen.data.sources.record_batches import BATCH_BYTES, BATCH_RECORDS, Batch, TableBatch
-from ms_varlen.data.tokens.ready_tokens import mask_like
-from ms_varlen.data.tokens.records import FIELDS
+from ms_varlen.data.sources.record import FIELDS, mask_like
+from ms_varlen.data.sources.record_batches import BATCH_BYTES, BATCH_RECORDS, Batch, TableBatch, json_fault
 from ms_varlen.errors import DataError
 
 DESCRIPTIONS = ("state.json", SAVED_DATASET)

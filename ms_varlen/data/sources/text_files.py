@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ms_varlen.data.sources.record_batches import BATCH_BYTES, Batch, LineBatch, check_size, decoded, in_batches
-from ms_varlen.errors import DataError
+from ms_varlen.errors import DataError, located
 
 
 class JsonLines:
@@ -81,5 +81,6 @@ class TextFiles:
             where = str(path)
             check_size(os.stat(path).st_size, where)
             data = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
-            text = decoded(data, "a text file", where)
+            with located(where):
+                text = decoded(data, "a text file")
             yield {"text": text}, where, len(data), number / len(self.files)

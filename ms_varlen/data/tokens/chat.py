@@ -76,14 +76,13 @@ class ChatTemplate:
         return self._marked(messages, tools, prompt).replace(_START, "").replace(_END, "")
 
     def conversation(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, where: str, silent: Collection[int] = ()
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, silent: Collection[int] = ()
     ) -> tuple[str, list[Span]]:
         """The text of a conversation and what of it the assistant says, in order.
 
         Args:
             messages: each with `role` and `content`.
             tools: their JSON schemas.
-            where: the record, for an error.
             silent: numbers of assistant's messages that are left out of what it says.
         Raises:
             DataError: the template refuses the conversation, or renders the part before an assistant's turn otherwise
@@ -93,15 +92,15 @@ class ChatTemplate:
         try:
             if _TAGGED.search(self._source(tools)):
                 text, spans = _unmarked(self._marked(messages, tools, False))
-                return text, _spoken(spans, turns, silent, where)
+                return text, _spoken(spans, turns, silent)
             text = self.render(messages, tools)
-            return text, [self._turn(text, messages, number, tools, where) for number in turns if number not in silent]
+            return text, [self._turn(text, messages, number, tools) for number in turns if number not in silent]
         except DataError:
             raise
         except Exception as error:  # A template is a program that came with the data: it can raise anything.
             found = " ".join(f"{type(error).__name__}: {error}".split())
             raise DataError(
-                f"field 'messages' must suit the tokenizer's chat template, which says {found[:SHOWN]}, in {where}; "
+                f"field 'messages' must suit the tokenizer's chat template, which says {found[:SHOWN]}; "
                 "mend the record or the template"
             ) from error
 
@@ -113,17 +112,15 @@ class ChatTemplate:
             messages=messages, tools=tools or None, documents=None, add_generation_prompt=prompt, **self.special_tokens
         )
 
-    def _turn(
-        self, text: str, messages: Sequence[Message], number: int, tools: Sequence[Any] | None, where: str
-    ) -> Span:
+    def _turn(self, text: str, messages: Sequence[Message], number: int, tools: Sequence[Any] | None) -> Span:
         """Where the assistant's turn `messages[number]` lies in the whole conversation's `text`."""
         if number == 0:
-            start = self._first_start(text, messages, tools, where)
+            start = self._first_start(text, messages, tools)
         else:
             opened = self.render(messages[:number], tools, prompt=True)
             start = self._after_header(opened, text, messages, number, tools)
             if start < len(opened) and not text.startswith(self.render(messages[:number], tools)):
-                raise _not_appended(number, where)
+                raise _not_appended(number)
         if number == len(messages) - 1:
             return start, len(text)
         closed = self.render(messages[: number + 1], tools)
@@ -133,10 +130,10 @@ class ChatTemplate:
         _, reasoned, said = closed[start:].rpartition(_END_OF_REASONING)
         rest = text[start:].lstrip()
         if not reasoned or not closed.startswith(text[:start]) or not rest.startswith(said.lstrip()):
-            raise _not_appended(number, where)
+            raise _not_appended(number)
         return start, len(text) - len(rest) + len(said.lstrip())
 
-    def _first_start(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None, where: str) -> int:
+    def _first_start(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> int:
         """Where the assistant's words start in a conversation that it begins.
 
         Many templates cannot render no message at all, so that the header is what a prompt adds after the first one.
@@ -153,7 +150,7 @@ class ChatTemplate:
         if place < 0:
             raise DataError(
                 "field 'messages' must begin with a turn that the tokenizer's chat template begins as a prompt ends, "
-                f"got the assistant's with another beginning, in {where}; put a user's turn before it, or mark the "
+                "got the assistant's with another beginning; put a user's turn before it, or mark the "
                 "assistant's words in the template with {% generation %} and {% endgeneration %}"
             )
         return self._after_header(text[:place] + header, text, messages, 0, tools)
@@ -184,10 +181,10 @@ def _common(one: str, other: str) -> int:
     return next((place for place, (a, b) in pairs if a != b), len(other))
 
 
-def _not_appended(number: int, where: str) -> DataError:
+def _not_appended(number: int) -> DataError:
     return DataError(
         f"field 'messages' must be rendered in order by the tokenizer's chat template, got a template that changes "
-        f"what surrounds the assistant's messages[{number}] when more messages follow, in {where}; mark the "
+        f"what surrounds the assistant's messages[{number}] when more messages follow; mark the "
         "assistant's words in the template with {% generation %} and {% endgeneration %}"
     )
 
@@ -204,25 +201,24 @@ def _unmarked(marked: str) -> tuple[str, list[Span]]:
     return "".join(parts), spans
 
 
-def _spoken(spans: list[Span], turns: list[int], silent: Collection[int], where: str) -> list[Span]:
+def _spoken(spans: list[Span], turns: list[int], silent: Collection[int]) -> list[Span]:
     """Of what a template marks, what is said in turns that are not silent."""
     if silent and len(spans) != len(turns):
         raise DataError(
             f"a chat with a turn without loss must suit a chat template that marks each assistant's turn once, got "
-            f"{len(spans)} marks for {len(turns)} turns, in {where}; remove {' and '.join(LOSS_FLAGS)} from its "
+            f"{len(spans)} marks for {len(turns)} turns; remove {' and '.join(LOSS_FLAGS)} from its "
             "messages, or mend the template"
         )
     spoken = [span for span, turn in zip(spans, turns, strict=True) if turn not in silent] if silent else spans
     return [(start, end) for start, end in spoken if end > start]
 
 
-def is_silent(message: Message, name: str, where: str) -> bool:
+def is_silent(message: Message, name: str) -> bool:
     """Whether a message asks for no loss on what the assistant says in it, by `weight` 0 or `train` false.
 
     Args:
         message: with its `role`.
         name: what an error calls it.
-        where: the record, for an error.
     Raises:
         DataError: another value, or a loss on a turn that is not the assistant's.
     """
@@ -230,11 +226,11 @@ def is_silent(message: Message, name: str, where: str) -> bool:
     for flag, value in flags.items():
         rule = "0 or 1" if flag == "weight" else "true or false"
         if isinstance(value, str | list | dict) or value not in (0, 1):
-            raise DataError(f"field '{name}.{flag}' must be {rule}, got {value!r}, in {where}; mend the record")
+            raise DataError(f"field '{name}.{flag}' must be {rule}, got {value!r}; mend the record")
         if value and message["role"] != ASSISTANT:
             raise DataError(
                 f"field '{name}.{flag}' must be left out or {rule.split(' or ')[flag == 'train']} in a turn of "
-                f"{message['role']}, got {value!r}, in {where}; only what the assistant says is learnt"
+                f"{message['role']}, got {value!r}; only what the assistant says is learnt"
             )
     return message["role"] == ASSISTANT and not all(flags.values())
 
@@ -276,12 +272,11 @@ def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
-def chat_templates(value: Any, where: object) -> dict[str, str] | None:
+def chat_templates(value: Any) -> dict[str, str] | None:
     """`chat_template` of a tokenizer_config.json, a text or a list of named ones, by name; None without a default.
 
     Args:
         value: as JSON has it; None for no template.
-        where: the file, for an error.
     Raises:
         DataError: it is neither.
     """
@@ -290,13 +285,11 @@ def chat_templates(value: Any, where: object) -> dict[str, str] | None:
             if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("name", "template")):
                 raise DataError(
                     f"chat_template[{number}] must be an object with a name and a template, both strings, got "
-                    f"{repr(entry)[:40]}, in {where}; mend it"
+                    f"{repr(entry)[:40]}; mend it"
                 )
         value = {entry["name"]: entry["template"] for entry in value}
     if isinstance(value, str):
         value = {"default": value}
     if value is not None and not (isinstance(value, dict) and all(isinstance(text, str) for text in value.values())):
-        raise DataError(
-            f"chat_template must be a string or a list of named ones, got {repr(value)[:40]}, in {where}; mend it"
-        )
+        raise DataError(f"chat_template must be a string or a list of named ones, got {repr(value)[:40]}; mend it")
     return value if value and "default" in value else None

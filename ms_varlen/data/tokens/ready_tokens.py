@@ -16,101 +16,79 @@ may follow either of two, and shifting those of the second again would train on 
 They are told apart by their values; the second is refused unless the recipe says ``data.labels_shifted: true``.
 """
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
+from ms_varlen.data.sources.record import MASK_FIELDS, MASK_LIKE, PADDING_FIELD, mask_like, masks_of
 from ms_varlen.errors import DataError
 from ms_varlen.limits import IGNORE_INDEX
 
 LARGEST = np.iinfo(np.int64).max
-PADDING_FIELD = "attention_mask"
-LOSS_FIELDS = ("labels", "loss_mask", "completion_mask", "assistant_masks", "assistant_mask")
-MASK_FIELDS = (PADDING_FIELD, *LOSS_FIELDS)
-"""What may stand beside `input_ids` and decides what is learnt."""
-
-_MASK_LIKE = re.compile("mask|label", re.IGNORECASE)
-_MASK_LIKE_LISTS = re.compile("loss|target|weight", re.IGNORECASE)
-"""Names of per-token values; a single number of such a name is a score of the record, say."""
 
 
-def masks_of(fields: Mapping[str, Any]) -> tuple[str, ...]:
-    """Which of `MASK_FIELDS` a record has; tables fill those that it has not with null."""
-    return tuple(field for field in MASK_FIELDS if fields.get(field) is not None)
-
-
-def mask_like(names: Iterable[str]) -> list[str]:
-    """Names that may mean a mask or labels, but are none of `MASK_FIELDS`."""
-    return [
-        name for name in names if name not in MASK_FIELDS and (_MASK_LIKE.search(name) or _MASK_LIKE_LISTS.search(name))
-    ]
-
-
-def check_masks(fields: Mapping[str, Any], masks: Iterable[str], where: str) -> None:
+def check_masks(fields: Mapping[str, Any], masks: Iterable[str]) -> None:
     """Refuse a record whose masks are not those of the source's first record, or of a name that is not known.
 
     Args:
         fields: of the record.
         masks: the fields of `MASK_FIELDS` that the first record has.
-        where: the record, for an error.
     Raises:
         DataError: the message names the field.
     """
     for name in mask_like(fields):
         value = fields[name]
-        if value is not None and (_MASK_LIKE.search(name) or isinstance(value, list | np.ndarray)):
+        if value is not None and (MASK_LIKE.search(name) or isinstance(value, list | np.ndarray)):
             raise DataError(
-                f"a mask or labels beside input_ids must be called {', '.join(MASK_FIELDS)}, got field '{name}', in "
-                f"{where}; rename the field, or remove it if it says nothing about the loss"
+                f"a mask or labels beside input_ids must be called {', '.join(MASK_FIELDS)}, got field '{name}'; "
+                "rename the field, or remove it if it says nothing about the loss"
             )
     given, expected = set(masks_of(fields)), set(masks)
     for name in MASK_FIELDS:
         if name in expected - given:
             found = "null" if name in fields else "none"
             raise DataError(
-                f"field '{name}' must be there in every record of a source whose first has it, got {found}, in "
-                f"{where}; a mixture would learn all of this one: add the field, or part the source"
+                f"field '{name}' must be there in every record of a source whose first has it, got {found}; "
+                "a mixture would learn all of this one: add the field, or part the source"
             )
         if name in given - expected:
             raise DataError(
-                f"field '{name}' must be left out in a source whose first record has none, got one, in {where}; add it "
+                f"field '{name}' must be left out in a source whose first record has none, got one; add it "
                 "to every record (a mixture would learn all of those without), or part the source"
             )
 
 
-def tokens_of(fields: Mapping[str, Any], shifted: bool, where: str) -> tuple[np.ndarray, np.ndarray | None]:
+def tokens_of(fields: Mapping[str, Any], shifted: bool) -> tuple[np.ndarray, np.ndarray | None]:
     """The ids of a record and which of them are targets.
 
     Args:
         fields: `input_ids`, and any of `MASK_FIELDS`; what says where the loss is must agree.
         shifted: whether labels name the next token.
-        where: the record, for an error.
     Returns:
         [n] int64 and [n] bool; None when all are targets.
     Raises:
         DataError: a field of another type, length or convention.
     """
-    ids = _integers(fields["input_ids"], "input_ids", "iu", where)
+    ids = _integers(fields["input_ids"], "input_ids", "iu")
     given = masks_of(fields)
     if shifted and "labels" not in given:
-        raise DataError(f"field 'labels' must be there under data.labels_shifted, got none, in {where}; leave that out")
-    values = {field: _beside(ids, fields[field], field, where) for field in given}
+        raise DataError("field 'labels' must be there under data.labels_shifted, got none; leave that out")
+    values = {field: _beside(ids, fields[field], field) for field in given}
     if PADDING_FIELD in values:
-        sample = _unpadded(values.pop(PADDING_FIELD), where)
+        sample = _unpadded(values.pop(PADDING_FIELD))
         ids, values = ids[sample], {field: array[sample] for field, array in values.items()}
     found = None
     for field, array in values.items():
         if field != "labels":
             read = ids, array.astype(bool)
         else:
-            read = _of_shifted_labels(ids, array, where) if shifted else (ids, _of_labels(ids, array, where))
+            read = _of_shifted_labels(ids, array) if shifted else (ids, _of_labels(ids, array))
         # The first token is never a target, whatever is said of it.
         if found is not None and not np.array_equal(found[1][1:], read[1][1:]):
             raise DataError(
                 f"fields that say where the loss is must agree, got others in '{field}' than in "
-                f"'{next(iter(values))}', in {where}; remove one of them"
+                f"'{next(iter(values))}'; remove one of them"
             )
         found = found or read
     return found or (ids, None)
@@ -129,7 +107,7 @@ def target_key(ids: np.ndarray, supervised: np.ndarray | None) -> bytes:
     return b"mask" + ids.tobytes() + np.packbits(supervised[1:]).tobytes()
 
 
-def check_ids(ids: np.ndarray, vocab_size: int, tokenizer: str, where: str) -> None:
+def check_ids(ids: np.ndarray, vocab_size: int, tokenizer: str) -> None:
     """Refuse ids that a tokenizer does not have.
 
     Raises:
@@ -139,25 +117,24 @@ def check_ids(ids: np.ndarray, vocab_size: int, tokenizer: str, where: str) -> N
     if wrong.size:
         raise DataError(
             f"input_ids[{wrong[0]}] must be from 0 to {vocab_size - 1}, the vocabulary of data.tokenizer "
-            f"({tokenizer}), got {ids[wrong[0]]}, in {where}; name the tokenizer that made the ids"
+            f"({tokenizer}), got {ids[wrong[0]]}; name the tokenizer that made the ids"
         )
 
 
-def _beside(ids: np.ndarray, value: Any, field: str, where: str) -> np.ndarray:
+def _beside(ids: np.ndarray, value: Any, field: str) -> np.ndarray:
     """[n] int64, labels or zeros and ones beside ids of [n]."""
-    values = _integers(value, field, "iu" if field == "labels" else "iub", where)
+    values = _integers(value, field, "iu" if field == "labels" else "iub")
     if values.size != ids.size:
         raise DataError(
-            f"field '{field}' must be as long as input_ids ({ids.size}), got {values.size}, in {where}; "
-            "mend or remove the record"
+            f"field '{field}' must be as long as input_ids ({ids.size}), got {values.size}; mend or remove the record"
         )
     wrong = np.flatnonzero((values != 0) & (values != 1))
     if field != "labels" and wrong.size:
-        raise _wrong(field, int(wrong[0]), values, "0 or 1", where)
+        raise _wrong(field, int(wrong[0]), values, "0 or 1")
     return values
 
 
-def _unpadded(mask: np.ndarray, where: str) -> slice:
+def _unpadded(mask: np.ndarray) -> slice:
     """The places of a sample between its padding."""
     real = np.flatnonzero(mask)
     if not real.size:
@@ -166,13 +143,13 @@ def _unpadded(mask: np.ndarray, where: str) -> slice:
     if real.size < end - first:
         place = first + int(np.argmin(mask[first:end]))
         raise DataError(
-            f"{PADDING_FIELD}[{place}] must be 1 between tokens of the sample, got 0, in {where}; padding lies before "
+            f"{PADDING_FIELD}[{place}] must be 1 between tokens of the sample, got 0; padding lies before "
             "or after a sample: mend the record, or mask the loss with loss_mask"
         )
     return slice(first, end)
 
 
-def _of_labels(ids: np.ndarray, labels: np.ndarray, where: str) -> np.ndarray:
+def _of_labels(ids: np.ndarray, labels: np.ndarray) -> np.ndarray:
     own = (labels == IGNORE_INDEX) | (labels == ids)
     if own.all():
         return labels != IGNORE_INDEX
@@ -180,13 +157,13 @@ def _of_labels(ids: np.ndarray, labels: np.ndarray, where: str) -> np.ndarray:
     if _are_shifted(ids, labels).all():
         raise DataError(
             f"field 'labels' must name each token's own id or {IGNORE_INDEX}, got labels that are shifted already "
-            f"(labels[{place}] is {labels[place]} where input_ids[{place}] is {ids[place]}), in {where}; they would "
+            f"(labels[{place}] is {labels[place]} where input_ids[{place}] is {ids[place]}); they would "
             "be shifted twice: set data.labels_shifted=true"
         )
-    raise _wrong("labels", place, labels, f"input_ids[{place}] ({ids[place]}) or {IGNORE_INDEX}", where)
+    raise _wrong("labels", place, labels, f"input_ids[{place}] ({ids[place]}) or {IGNORE_INDEX}")
 
 
-def _of_shifted_labels(ids: np.ndarray, labels: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray]:
+def _of_shifted_labels(ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """A last label other than -100 is a token that the ids do not have:
 
     ids [5 6 7], labels [-100 7 8]    ->    ids [5 6 7 8], targets [. . x x]
@@ -195,11 +172,11 @@ def _of_shifted_labels(ids: np.ndarray, labels: np.ndarray, where: str) -> tuple
     if not following.all():
         if ((labels == IGNORE_INDEX) | (labels == ids)).all():
             raise DataError(
-                f"field 'labels' must name the next token's id under data.labels_shifted, got each token's own, in "
-                f"{where}; set data.labels_shifted=false"
+                "field 'labels' must name the next token's id under data.labels_shifted, got each token's own; "
+                "set data.labels_shifted=false"
             )
         place = int(np.argmin(following))
-        raise _wrong("labels", place, labels, f"input_ids[{place + 1}] ({ids[place + 1]}) or {IGNORE_INDEX}", where)
+        raise _wrong("labels", place, labels, f"input_ids[{place + 1}] ({ids[place + 1]}) or {IGNORE_INDEX}")
     last = labels[-1:][labels[-1:] != IGNORE_INDEX]
     targets = np.concatenate([[False], labels != IGNORE_INDEX])
     return np.concatenate([ids, last]), targets[: ids.size + last.size]
@@ -210,11 +187,11 @@ def _are_shifted(ids: np.ndarray, labels: np.ndarray) -> np.ndarray:
     return (labels[:-1] == IGNORE_INDEX) | (labels[:-1] == ids[1:])
 
 
-def _wrong(field: str, place: int, values: np.ndarray, rule: str, where: str) -> DataError:
-    return DataError(f"{field}[{place}] must be {rule}, got {values[place]}, in {where}; mend or remove the record")
+def _wrong(field: str, place: int, values: np.ndarray, rule: str) -> DataError:
+    return DataError(f"{field}[{place}] must be {rule}, got {values[place]}; mend or remove the record")
 
 
-def _integers(value: Any, field: str, kinds: str, where: str) -> np.ndarray:
+def _integers(value: Any, field: str, kinds: str) -> np.ndarray:
     """[n] int64 of a list or an array; `kinds` are the NumPy kinds allowed."""
     try:
         array = np.asarray(value) if isinstance(value, list | np.ndarray) else None
@@ -224,7 +201,7 @@ def _integers(value: Any, field: str, kinds: str, where: str) -> np.ndarray:
     odd_bool = "b" not in kinds and isinstance(value, list) and bool in set(map(type, value))
     if array is not None and array.ndim == 1 and (array.dtype.kind in kinds or not array.size) and not odd_bool:
         if array.dtype == np.uint64 and array.size and array.max() > LARGEST:
-            raise _wrong(field, int(np.argmax(array > LARGEST)), array, f"at most {LARGEST}", where)
+            raise _wrong(field, int(np.argmax(array > LARGEST)), array, f"at most {LARGEST}")
         return array.astype(np.int64)
     if array is None:
         found = type(value).__name__
@@ -233,4 +210,4 @@ def _integers(value: Any, field: str, kinds: str, where: str) -> np.ndarray:
     else:
         odd = (type(entry).__name__ for entry in value if isinstance(entry, bool) or not isinstance(entry, int))
         found = f"a list with {next(odd, 'an integer beyond 64 bits')}"
-    raise DataError(f"field '{field}' must be a list of integers, got {found}, in {where}; mend or remove the record")
+    raise DataError(f"field '{field}' must be a list of integers, got {found}; mend or remove the record")

@@ -19,24 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from ms_varlen.data.sources.json_text import json_fault
+from ms_varlen.data.sources.record import FIELDS, KINDS, LOSS_FIELDS, Record, masks_of
+from ms_varlen.data.sources.record_batches import json_fault
 from ms_varlen.data.tokens.chat import ASSISTANT, LOSS_FLAGS, ROLES, is_silent
-from ms_varlen.data.tokens.ready_tokens import (
-    LOSS_FIELDS,
-    MASK_FIELDS,
-    check_ids,
-    check_masks,
-    masks_of,
-    target_key,
-    tokens_of,
-)
+from ms_varlen.data.tokens.ready_tokens import check_ids, check_masks, target_key, tokens_of
 from ms_varlen.data.tokens.tokenizers import Tokenizer
-from ms_varlen.errors import DataError
+from ms_varlen.errors import DataError, located
 
-KINDS = {"messages": ("messages",), "tokens": ("input_ids",), "completion": ("prompt", "completion"), "text": ("text",)}
-"""The fields that a record of each kind has, in the order in which kinds are looked for."""
-FIELDS = (*(field for fields in KINDS.values() for field in fields), *MASK_FIELDS, "tools")
-"""Every field that is ever looked at."""
 ABOUT = {
     "messages": "chats, loss on the assistant's turns",
     "tokens": "ready token ids, loss where labels or a mask say so, else on every token",
@@ -55,23 +44,6 @@ EXCERPT = 160
 _CONTROL = bytes(code for code in range(32) if not 9 <= code <= 13) + b"\x7f"
 _REPLACEMENT = "\ufffd".encode()
 """What stands in a text where a byte could not be decoded."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Record:
-    """One entry of a source and where it was found.
-
-    Attributes:
-        fields: by name; a plain text has one, ``text``.
-        where: the place for an error message, e.g. ``corpus.jsonl line 3``.
-        done: share of the source that was read so far, 0 to 1.
-        unread: fields that it has besides, which nothing looks at.
-    """
-
-    fields: dict[str, Any]
-    where: str
-    done: float
-    unread: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass
@@ -191,7 +163,10 @@ class RecordEncoder:
         return makers[self.kind](records)
 
     def _texts(self, records: Sequence[Record]) -> list[Encoded]:
-        found = [self._text(self._value(record, "text"), "text", record.where) for record in records]
+        found = []
+        for record in records:
+            with located(record.where):
+                found.append(self._text(self._value(record, "text"), "text"))
         ids = self._tokenizer.encode_documents([text for text, _ in found])
         return [
             Encoded(
@@ -209,10 +184,9 @@ class RecordEncoder:
     def _completions(self, records: Sequence[Record]) -> list[Encoded]:
         texts, spans, found = [], [], []
         for record in records:
-            parts = [self._value(record, field) for field in KINDS["completion"]]
-            (prompt, first), (completion, second) = (
-                self._text(part, field, record.where) for part, field in zip(parts, KINDS["completion"], strict=True)
-            )
+            with located(record.where):
+                parts = [self._value(record, field) for field in KINDS["completion"]]
+                (prompt, first), (completion, second) = map(self._text, parts, KINDS["completion"])
             texts.append(prompt + completion)
             spans.append([(len(prompt), len(prompt) + len(completion))] if completion else [])
             found.append(
@@ -222,32 +196,31 @@ class RecordEncoder:
         return _joined(records, masked, found)
 
     def _chats(self, records: Sequence[Record]) -> list[Encoded]:
-        assert self._tokenizer.chat_template is not None
+        template = self._tokenizer.chat_template
+        assert template is not None
         texts, spans, found = [], [], []
         for record in records:
-            messages = self._value(record, "messages")
-            tools = _tools(record)
-            cleaned, silent, control = self._messages(messages, record.where)
-            if cleaned:
-                text, said = self._tokenizer.chat_template.conversation(cleaned, tools, record.where, silent)
-            else:
-                text, said = "", []
+            with located(record.where):
+                tools = _tools(record)
+                cleaned, silent, control = self._messages(self._value(record, "messages"))
+                text, said = template.conversation(cleaned, tools, silent) if cleaned else ("", [])
+                key = _json_key([cleaned, tools, *([silent] if silent else [])])
             texts.append(text)
             spans.append(said)
             spoken = [message.get("content") or "" for message in cleaned]
             excerpt = "\n".join(f"{m['role']}: {part}" for m, part in zip(cleaned, spoken, strict=True))[:EXCERPT]
             empty = not any(part.strip() for part in spoken) and not any("tool_calls" in m for m in cleaned)
-            key = _json_key([cleaned, tools, *([silent] if silent else [])], record.where)
             found.append((key, excerpt, empty, control))
         return _joined(records, self._tokenizer.encode_spans(texts, spans, documents=False), found)
 
     def _tokens(self, records: Sequence[Record]) -> list[Encoded]:
         encoded = []
         for record in records:
-            self._value(record, "input_ids")
-            check_masks(record.fields, self._masks, record.where)
-            ids, supervised = tokens_of(record.fields, self._labels_shifted, record.where)
-            check_ids(ids, self._tokenizer.vocab_size, self._tokenizer.name, record.where)
+            with located(record.where):
+                self._value(record, "input_ids")
+                check_masks(record.fields, self._masks)
+                ids, supervised = tokens_of(record.fields, self._labels_shifted)
+                check_ids(ids, self._tokenizer.vocab_size, self._tokenizer.name)
             ids = ids.astype(np.int32)
             excerpt = f"ids {' '.join(map(str, ids[:40].tolist()))}"[:EXCERPT]
             encoded.append(
@@ -261,23 +234,21 @@ class RecordEncoder:
             return value
         if field == "completion" and "prompt" in record.fields:
             raise DataError(
-                f"field 'completion' must be beside 'prompt', got {_names(record)}, in {record.where}; add the "
+                f"field 'completion' must be beside 'prompt', got {_names(record)}; add the "
                 "completions: a prompt alone teaches nothing (or name the field 'text' to learn all of it)"
             )
         if field in record.fields:
-            raise DataError(f"field '{field}' must be there, got null, in {record.where}; mend or remove the record")
+            raise DataError(f"field '{field}' must be there, got null; mend or remove the record")
         raise DataError(
-            f"field '{field}' must be there in every record of kind {self.kind}, got {_names(record)}, in "
-            f"{record.where}; a source holds records of one kind, that of its first: mend the record or part the source"
+            f"field '{field}' must be there in every record of kind {self.kind}, got {_names(record)}"
+            f"; a source holds records of one kind, that of its first: mend the record or part the source"
         )
 
-    def _text(self, value: Any, field: str, where: str) -> tuple[str, int]:
+    def _text(self, value: Any, field: str) -> tuple[str, int]:
         """A text as it will be tokenised, and how many control characters it had."""
         if not isinstance(value, str):
-            raise DataError(
-                f"field '{field}' must be a string, got {type(value).__name__}, in {where}; mend or remove the record"
-            )
-        raw = _utf8(value, field, where)
+            raise DataError(f"field '{field}' must be a string, got {type(value).__name__}; mend or remove the record")
+        raw = _utf8(value, field)
         control = len(raw) - len(raw.translate(None, _CONTROL)) + raw.count(_REPLACEMENT)
         if not control or self._control_characters not in ("remove", "error"):
             return value, control
@@ -286,39 +257,36 @@ class RecordEncoder:
         place = next(i for i, c in enumerate(value) if c in _CONTROL.decode() + "\ufffd")
         raise DataError(
             f"field '{field}' must have no control character under data.control_characters=error, got "
-            f"U+{ord(value[place]):04X} at character {place}, in {where}; mend the text, or set "
+            f"U+{ord(value[place]):04X} at character {place}; mend the text, or set "
             "data.control_characters to keep, remove or drop"
         )
 
-    def _messages(self, messages: Any, where: str) -> tuple[list[dict[str, Any]], list[int], int]:
+    def _messages(self, messages: Any) -> tuple[list[dict[str, Any]], list[int], int]:
         """Messages as they will be rendered, the assistant's without a loss, and how many control characters."""
         if not isinstance(messages, list):
-            raise _wrong("messages", "a list of objects with role and content", messages, where)
+            raise _wrong("messages", "a list of objects with role and content", messages)
         cleaned, silent, total = [], [], 0
         for number, message in enumerate(messages):
             name = f"messages[{number}]"
             if not isinstance(message, Mapping):
-                raise _wrong(name, "an object with role and content", message, where)
+                raise _wrong(name, "an object with role and content", message)
             # Tables fill the fields that a message does not have with null.
             entry = {key: value for key, value in message.items() if value is not None}
             if entry.get("role") not in ROLES:
                 raise DataError(
-                    f"field '{name}.role' must be one of {', '.join(ROLES)}, got {entry.get('role')!r}, in {where}; "
-                    "rename the role"
+                    f"field '{name}.role' must be one of {', '.join(ROLES)}, got {entry.get('role')!r}; rename the role"
                 )
             if "content" in entry or entry["role"] != ASSISTANT or not entry.get("tool_calls"):
-                entry["content"], control = self._text(message.get("content"), f"{name}.content", where)
+                entry["content"], control = self._text(message.get("content"), f"{name}.content")
                 total += control
-            if is_silent(entry, name, where):
+            if is_silent(entry, name):
                 silent.append(number)
             cleaned.append({key: value for key, value in entry.items() if key not in LOSS_FLAGS})
         return cleaned, silent, total
 
 
-def _wrong(field: str, rule: str, value: Any, where: str) -> DataError:
-    return DataError(
-        f"field '{field}' must be {rule}, got {type(value).__name__}, in {where}; mend or remove the record"
-    )
+def _wrong(field: str, rule: str, value: Any) -> DataError:
+    return DataError(f"field '{field}' must be {rule}, got {type(value).__name__}; mend or remove the record")
 
 
 def _names(record: Record) -> str:
@@ -326,12 +294,12 @@ def _names(record: Record) -> str:
     return ("fields " + ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")) if names else "no field"
 
 
-def _utf8(text: str, field: str, where: str) -> bytes:
+def _utf8(text: str, field: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"field '{field}' must be Unicode text, got half a surrogate pair, in {where}; mend the \\u escapes"
+            f"field '{field}' must be Unicode text, got half a surrogate pair; mend the \\u escapes"
         ) from error
 
 
@@ -342,11 +310,9 @@ def _tools(record: Record) -> list[Any] | None:
         try:
             tools = json.loads(tools)
         except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"field 'tools' must be JSON, got {json_fault(error)}, in {record.where}; mend the record"
-            ) from error
+            raise DataError(f"field 'tools' must be JSON, got {json_fault(error)}; mend the record") from error
     if tools is not None and not isinstance(tools, list):
-        raise _wrong("tools", "a list of JSON schemas", tools, record.where)
+        raise _wrong("tools", "a list of JSON schemas", tools)
     return tools
 
 
@@ -354,15 +320,14 @@ def _key(said: bytes) -> bytes:
     return hashlib.blake2b(said, digest_size=8, person=b"ms_varlen.eval").digest()
 
 
-def _json_key(said: Any, where: str = "") -> bytes:
+def _json_key(said: Any) -> bytes:
     try:
         text = json.dumps(said, sort_keys=True, ensure_ascii=False, default=str)
     except (RecursionError, TypeError) as error:  # TypeError: names of several types cannot be put in order
         raise DataError(
-            f"field 'messages' must be JSON that can be written, got {type(error).__name__}, in {where}; mend or "
-            "remove the record"
+            f"field 'messages' must be JSON that can be written, got {type(error).__name__}; mend or remove the record"
         ) from error
-    return _key(_utf8(text, "messages", where))
+    return _key(_utf8(text, "messages"))
 
 
 def _joined(

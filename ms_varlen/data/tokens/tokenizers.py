@@ -18,9 +18,9 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as RustTokenizer
 
 from ms_varlen.data.config import BYTES
-from ms_varlen.data.sources.json_text import json_fault
+from ms_varlen.data.sources.record_batches import json_fault
 from ms_varlen.data.tokens.chat import ChatTemplate, Span, chat_templates
-from ms_varlen.errors import DataError
+from ms_varlen.errors import DataError, located
 
 # What an end-of-text token is called where no tokenizer_config.json says it, in order of preference.
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
@@ -279,8 +279,9 @@ def _chat_templates(folder: Path, settings: dict[str, Any]) -> dict[str, str] | 
     """The chat templates of a folder's own file, else those of its settings."""
     path = folder / TEMPLATE_FILE
     if path.is_file():
-        return chat_templates(_template_text(path), path)
-    return chat_templates(settings.get("chat_template"), folder / CONFIG_FILE)
+        return chat_templates(_template_text(path))
+    with located(folder / CONFIG_FILE):
+        return chat_templates(settings.get("chat_template"))
 
 
 def _template_text(path: Path) -> str:
@@ -330,7 +331,9 @@ def _from_folder(folder: Path, fingerprint: str) -> FastTokenizer:
         )
     rust = RustTokenizer.from_str(found.backend_tokenizer.to_str())
     special = {name: str(token) for name, token in found.special_tokens_map.items() if not isinstance(token, list)}
-    return FastTokenizer(rust, folder.name, fingerprint, special, chat_templates(found.chat_template, folder), folder)
+    with located(folder):
+        templates = chat_templates(found.chat_template)
+    return FastTokenizer(rust, folder.name, fingerprint, special, templates, folder)
 
 
 def _missing_package(error: ImportError, folder: Path) -> DataError:
