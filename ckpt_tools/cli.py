@@ -135,18 +135,19 @@ def verify_command(
         hints = ReadingHints(config, qkv, mlp, strategy)
         result = verify(first, second, hints, loaded, batches, tell, weights_only)
     if as_json:
-        print(json.dumps(result, allow_nan=False))
+        print(json.dumps(result.to_json(), allow_nan=False))
     else:
-        rows = [[row["name"], row["a"], row["b"], _number(row["max_abs_diff"])] for row in result.pop("differences")]
+        rows = [[row.name, row.a, row.b, _number(row.max_abs_diff)] for row in result.differences]
         if rows:
             print_columns("differences", ["parameter", "A", "B", "max abs diff"], rows, [], wide=True)
-        print_table("equal" if result["passed"] else "NOT equal", result)
-        if result["optimizer_only_in"]:
-            side = result["optimizer_only_in"].upper()
+        table = {key: value for key, value in result.to_json().items() if key != "differences"}
+        print_table("equal" if result.passed else "NOT equal", table)
+        if result.optimizer_only_in:
+            side = result.optimizer_only_in.upper()
             people.print(
                 f"only {side} has optimizer moments; --weights-only leaves them out", style="red", markup=False
             )
-    raise typer.Exit(0 if result["passed"] else 1)
+    raise typer.Exit(0 if result.passed else 1)
 
 
 @app.command("import-hf")

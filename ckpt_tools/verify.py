@@ -1,5 +1,6 @@
 """Two checkpoints compared: every parameter and moment, then the loss on the same samples in both modes' layouts."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,81 @@ LOSS_TOLERANCE = 2e-5
 """Largest difference of a batch's loss, in nats: fp32 sums in another order."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """A parameter or moment that is not equal.
+
+    Attributes:
+        a, b: dtype and shape on each side, or "missing".
+        max_abs_diff: None if the values cannot be compared.
+    """
+
+    name: str
+    a: str
+    b: str
+    max_abs_diff: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Losses:
+    """Loss of each step's samples (nats), each side in the layout of its own mode."""
+
+    mode_a: Mode
+    mode_b: Mode
+    loss_a: list[float]
+    loss_b: list[float]
+
+    @property
+    def max_abs_diff(self) -> float:
+        """Largest difference of a step's losses, in nats."""
+        return float(np.max(np.abs(np.array(self.loss_a) - np.array(self.loss_b))))
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """Result of comparing two checkpoints.
+
+    Attributes:
+        tensors: number of tensors compared.
+        optimizer_only_in: "a" or "b" if only that side has moments and they were to be compared; else None.
+        losses: None if no recipe was given.
+    """
+
+    a: Path
+    b: Path
+    tensors: int
+    optimizer_compared: bool
+    optimizer_only_in: str | None
+    differences: list[Difference]
+    losses: Losses | None
+
+    @property
+    def equal(self) -> bool:
+        """Whether all values are equal, and both sides have moments or neither."""
+        return self.optimizer_only_in is None and all(row.max_abs_diff == 0 for row in self.differences)
+
+    @property
+    def passed(self) -> bool:
+        """Whether all values are equal and no loss differs by more than `LOSS_TOLERANCE`."""
+        return self.equal and (self.losses is None or self.losses.max_abs_diff <= LOSS_TOLERANCE)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that `--json` prints."""
+        losses = self.losses
+        return {
+            "a": str(self.a),
+            "b": str(self.b),
+            "tensors": self.tensors,
+            "optimizer_compared": self.optimizer_compared,
+            "optimizer_only_in": self.optimizer_only_in,
+            "differences": [dataclasses.asdict(row) for row in self.differences],
+            "equal": self.equal,
+            "loss_tolerance": LOSS_TOLERANCE,
+            **({} if losses is None else dataclasses.asdict(losses) | {"loss_max_abs_diff": losses.max_abs_diff}),
+            "passed": self.passed,
+        }
+
+
 def verify(
     first: Path,
     second: Path,
@@ -26,19 +102,16 @@ def verify(
     batches: int,
     progress: Callable[[int, int], None],
     weights_only: bool = False,
-) -> dict[str, Any]:
+) -> Verification:
     """Compare two checkpoints of any kind.
 
     Args:
         first, second: A and B.
-        hints: for whichever of them does not say these things.
+        hints: for a side that does not record these things.
         recipe: for the loss; each side is laid out in its own mode, a side without one in the recipe's.
         batches: steps of the recipe's plan to compute the loss on.
-        progress: told tensors compared and tensors in all.
+        progress: called with tensors compared and tensors in all.
         weights_only: leave optimizer moments out, so that one side may have none.
-    Returns:
-        `differences` (one row for each parameter that is not equal), `loss_a`, `loss_b`, `passed`, ...: parameters
-        must have equal values, both sides moments or none, losses may differ by `LOSS_TOLERANCE`.
     """
     a, b = open_weights(first, hints), open_weights(second, hints)
     differences = []
@@ -55,35 +128,18 @@ def verify(
                 differences.append(row)
             done += 1
             progress(done, total)
-    result: dict[str, Any] = {
-        "a": str(a.path),
-        "b": str(b.path),
-        "tensors": total,
-        "optimizer_compared": len(tables) == 2,
-        "optimizer_only_in": lone,
-        "differences": differences,
-        "equal": lone is None and all(row["max_abs_diff"] == 0 for row in differences),
-        "loss_tolerance": LOSS_TOLERANCE,
-    }
-    if recipe is not None:
-        result |= _compare_losses(a, b, recipe, batches)
-    result["passed"] = result["equal"] and result.get("loss_max_abs_diff", 0.0) <= LOSS_TOLERANCE
-    return result
+    losses = None if recipe is None else _compare_losses(a, b, recipe, batches)
+    return Verification(a.path, b.path, total, len(tables) == 2, lone, differences, losses)
 
 
-def _difference(name: str, a: StoredTensor | None, b: StoredTensor | None) -> dict[str, Any] | None:
+def _difference(name: str, a: StoredTensor | None, b: StoredTensor | None) -> Difference | None:
     """None for equal bits; else what differs, `max_abs_diff` None where values cannot be compared."""
     if a is not None and b is not None and (a.dtype, a.shape) == (b.dtype, b.shape) and a.sha256() == b.sha256():
         return None
-    row: dict[str, Any] = {
-        "name": name,
-        "a": a.describe() if a else "missing",
-        "b": b.describe() if b else "missing",
-        "max_abs_diff": None,
-    }
+    worst = None
     if a is not None and b is not None and a.shape == b.shape and a.dtype in FLOATS and b.dtype in FLOATS:
-        row["max_abs_diff"] = _max_abs_diff(a, b)
-    return row
+        worst = _max_abs_diff(a, b)
+    return Difference(name, a.describe() if a else "missing", b.describe() if b else "missing", worst)
 
 
 def _max_abs_diff(a: StoredTensor, b: StoredTensor) -> float | None:
@@ -108,7 +164,7 @@ def _blocks(tensor: StoredTensor) -> Iterator[np.ndarray]:
             yield piece[first : first + count]
 
 
-def _compare_losses(a: Weights, b: Weights, recipe: Recipe, batches: int) -> dict[str, Any]:
+def _compare_losses(a: Weights, b: Weights, recipe: Recipe, batches: int) -> Losses:
     from ckpt_tools.losses import LossOfMode, step_samples
     from ms_varlen.workload.workload import prepare
 
@@ -120,13 +176,7 @@ def _compare_losses(a: Weights, b: Weights, recipe: Recipe, batches: int) -> dic
         loss = LossOfMode(workload, _mode_of(side) or recipe.mode)
         losses.append((loss.mode, list(loss.compute(side, samples))))
     (mode_a, loss_a), (mode_b, loss_b) = losses
-    return {
-        "mode_a": mode_a,
-        "mode_b": mode_b,
-        "loss_a": loss_a,
-        "loss_b": loss_b,
-        "loss_max_abs_diff": float(np.max(np.abs(np.array(loss_a) - np.array(loss_b)))),
-    }
+    return Losses(mode_a, mode_b, loss_a, loss_b)
 
 
 def _check_recipe(a: Weights, b: Weights, recipe: Recipe) -> None:
