@@ -274,10 +274,10 @@ def test_a_wrong_value_is_reported_with_rule_and_value_as_a_recipe_reports_it(fo
         load_config(where)
     faults = caught.value.faults
     assert faults == [
-        'hidden_size: must be a whole number > 0, got "64"; change it',
+        'hidden_size: must be a whole number > 0, got "64"; change it (width of the residual stream)',
         "num_key_value_heads: must divide num_attention_heads (4), got 3; each key head serves a whole number of query "
         "heads",
-        "rms_norm_eps: must be a number > 0, got 0; change it",
+        "rms_norm_eps: must be a number > 0, got 0; change it (term against division by zero in RMSNorm)",
     ]
     assert [f"model.config.{fault}" for fault in faults] == faults_of(recipe_with(where))
 
