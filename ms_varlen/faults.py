@@ -1,4 +1,4 @@
-"""Faults of single keys: what pydantic found, told by YAML path, with what is allowed and the nearest key."""
+"""Faults of single keys, from pydantic's errors: YAML path, allowed values and nearest key."""
 
 import dataclasses
 import difflib

@@ -59,7 +59,7 @@ def check_plan(folder: Path, steps: int, plans: EpochPlans, place: PlanState, da
         CheckpointError: other samples were trained, or the files of the run are not there.
     """
     plan = _read_plan(folder)
-    check_data(folder / PLAN_FILE, plan, data_fingerprint, f"begin anew {WEIGHTS_ALONE}")
+    check_data(folder / PLAN_FILE, plan, data_fingerprint, f"start from scratch {WEIGHTS_ALONE}")
     if plan["plan_fingerprint"] == plans.fingerprint:
         return
     before = PlanSettings.from_dict(plan["settings"])
@@ -73,7 +73,7 @@ def check_plan(folder: Path, steps: int, plans: EpochPlans, place: PlanState, da
     raise CheckpointError(
         f"the plan must be that of {folder / PLAN_FILE}, got another, in which step {steps} means other samples "
         f"({'; '.join(changed)}); set that back (packed rows may be dealt to more or fewer ranks, if ranks * "
-        f"batch_size stays), or begin anew {WEIGHTS_ALONE}",
+        f"batch_size stays), or start from scratch {WEIGHTS_ALONE}",
         "CKPT-RECIPE",
     )
 
@@ -89,7 +89,7 @@ def _read_plan(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(
             f"{path} must be there to go on from a step of MindFormers, got no file; give the monitor the output_dir "
-            f"of the run that wrote the checkpoint, or begin anew {WEIGHTS_ALONE}"
+            f"of the run that wrote the checkpoint, or start from scratch {WEIGHTS_ALONE}"
         )
     return json.loads(path.read_bytes())
 

@@ -21,6 +21,6 @@ class CheckpointConfig(BaseModel):
     )
     resume: Literal["auto", "never"] | Path = Field(
         default="auto",
-        description="auto: go on with the newest run; never: begin anew in a numbered folder; "
+        description="auto: go on with the newest run; never: start from scratch in a numbered folder; "
         "a folder step_NNNNNNNN: go on from exactly this checkpoint",
     )

@@ -41,17 +41,17 @@ Expected = tuple[Shapes | None, str | None]
 
 
 def load_to_go_on(path: Path, mode: str, recipe: Mapping[str, Any], expected: Expected) -> tuple[Checkpoint, list[str]]:
-    """Load a checkpoint that the recipe may go on from; one that is corrupt is never passed over silently.
+    """Load a checkpoint that the recipe may resume from; a corrupt one is never skipped silently.
 
     Args:
-        path: of the checkpoint, beside its run's recipe.
+        path: of the checkpoint, next to its run's recipe.
         mode: of the recipe.
         recipe: the resolved recipe.
-        expected: what the checkpoint must be of.
+        expected: shapes and data fingerprint that the checkpoint must have.
     Returns:
-        the checkpoint, and the keys for which the rest of the epoch is planned anew, each as "key: was 1, is 2".
+        the checkpoint, and the keys for which the rest of the epoch is planned again, each as "key: was 1, is 2".
     Raises:
-        CheckpointError: another mode, recipe, model or data, or nothing tells; the message says what to do.
+        CheckpointError: mode, recipe, model or data differ or are unknown; the message gives the next step.
     """
     shapes, data_fingerprint = expected
     try:
@@ -60,7 +60,7 @@ def load_to_go_on(path: Path, mode: str, recipe: Mapping[str, Any], expected: Ex
         if recipe["train"]["steps"] < step_of(path):
             raise CheckpointError(
                 f"train.steps must be >= {step_of(path)}, the step of {path}, got {recipe['train']['steps']}; "
-                "raise it, or begin anew with checkpoint.resume=never",
+                "raise it, or start from scratch with checkpoint.resume=never",
                 "CKPT-RECIPE",
             )
         checkpoint = load_checkpoint(path, mode, shapes)
@@ -73,16 +73,16 @@ def load_to_go_on(path: Path, mode: str, recipe: Mapping[str, Any], expected: Ex
 
 def _way_out(path: Path) -> str:
     older = [other for other in list_checkpoints(path.parent) if step_of(other) < step_of(path)]
-    before = f"go on from the one before it with checkpoint.resume={older[-1]}, or " if older else ""
-    return f"{before}begin anew with checkpoint.resume=never"
+    before = f"resume from the one before it with checkpoint.resume={older[-1]}, or " if older else ""
+    return f"{before}start from scratch with checkpoint.resume=never"
 
 
 def _check_recipe(path: Path, recipe: Mapping[str, Any]) -> list[str]:
-    """The keys for which the rest of the epoch is planned anew, where the recipe may go on from the one in a file."""
+    """Return the changed keys of the plan; raise if the recipe may not resume from the one in the file."""
     if not path.exists():
         raise CheckpointError(
-            f"{path} must be beside the checkpoints, found none: nothing tells whether the recipe changed; "
-            "bring the whole run folder along, or begin anew with checkpoint.resume=never",
+            f"{path} must be next to the checkpoints, found none, so changes of the recipe cannot be seen; "
+            "copy the whole run folder, or start from scratch with checkpoint.resume=never",
             "CKPT-RECIPE",
         )
     try:
@@ -91,15 +91,15 @@ def _check_recipe(path: Path, recipe: Mapping[str, Any]) -> list[str]:
         saved = str(error).splitlines()[0]
     if not isinstance(saved, dict):
         raise CheckpointError(
-            f"{path} must hold the run's recipe, found {saved!r}: nothing tells whether the recipe changed; bring the "
-            "file back, or begin anew with checkpoint.resume=never",
+            f"{path} must hold the run's recipe, found {saved!r}, so changes of the recipe cannot be seen; "
+            "restore the file, or start from scratch with checkpoint.resume=never",
             "CKPT-RECIPE",
         )
     refused, replanned = changed_keys(saved, recipe)
     if refused:
         raise CheckpointError(
-            f"the recipe must be that of {path} to go on, but {'; '.join(refused)}; "
-            "set back what changed, or begin anew with checkpoint.resume=never",
+            f"the recipe must be that of {path} to resume, but {'; '.join(refused)}; "
+            "set back what changed, or start from scratch with checkpoint.resume=never",
             "CKPT-RECIPE",
         )
     return replanned
@@ -129,24 +129,24 @@ def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[s
 
 
 def check_data(path: Path, written: Mapping[str, Any], fingerprint: str, advice: str | None = None) -> None:
-    """Refuse to go on with other data than what was trained on so far.
+    """Raise if the data differ from the data trained on so far.
 
     Args:
-        path: of the checkpoint or the file that says what it was.
-        written: what was written down about it.
+        path: of the checkpoint, or of the file that names its data.
+        written: the content of its manifest or of that file.
         fingerprint: of the token store in use.
-        advice: what to do instead of bringing the data back; by default for one of our checkpoints.
+        advice: what to do instead of restoring the data; by default for one of our checkpoints.
     Raises:
-        CheckpointError: another token store, or nothing tells which it was.
+        CheckpointError: the token store differs, or the old one is unknown.
     """
     found = written.get(DATA_FINGERPRINT)
     if found == fingerprint:
         return
     was = f"token store {found[:SHOWN]}" if isinstance(found, str) else "a token store that it does not name"
-    advice = advice or f"begin anew from its weights with checkpoint.resume=never and model.init_from={path}"
+    advice = advice or f"start from scratch from its weights with checkpoint.resume=never and model.init_from={path}"
     raise CheckpointError(
         f"data.source and data.tokenizer must give the samples of {path} ({was}), got token store "
         f"{fingerprint[:SHOWN]}: texts, loss masks or the tokenizer changed, so its place in the epoch means other "
-        f"samples; bring the data back as it was, or {advice}",
+        f"samples; restore the data, or {advice}",
         "CKPT-RECIPE",
     )

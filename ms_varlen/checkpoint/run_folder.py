@@ -158,7 +158,7 @@ def lines_up_to(path: Path, step: int) -> Iterator[bytes]:
                     return
                 raise CheckpointError(
                     f"{path} line {number} must be an object with a step, found {line[:60]!r}; "
-                    "remove the line, or begin anew with checkpoint.resume=never"
+                    "remove the line, or start from scratch with checkpoint.resume=never"
                 ) from error
             if keep:
                 yield line if line.endswith(b"\n") else line + b"\n"

@@ -137,7 +137,9 @@ def save_checkpoint(
     """
     final, temporary = run_folder / step_name(step), hidden(run_folder / step_name(step))
     if final.exists():
-        raise CheckpointError(f"{final} exists already; a step is saved once, begin anew with checkpoint.resume=never")
+        raise CheckpointError(
+            f"{final} exists already; a step is saved once, start from scratch with checkpoint.resume=never"
+        )
     tensors = {
         MODEL_FILE: {name: np.asarray(value, order="C") for name, value in model.items()},
         OPTIMIZER_FILE: {name: np.asarray(value, order="C") for name, value in optimizer.items()},

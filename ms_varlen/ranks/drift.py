@@ -1,7 +1,7 @@
-"""Whether data-parallel ranks still hold the same weights, bit for bit.
+"""Compare the weights of data-parallel ranks, bit for bit.
 
-They start alike and take the same steps, so they stay alike unless a device or its memory fails without a word; from
-then on each adds the gradient of another model. Losses do not tell, for every rank has samples of its own.
+Ranks start with equal weights and take the same steps, so weights stay equal unless a device or its memory computes a
+wrong value without an error. Losses do not show this, because every rank has its own samples.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ def check_replicas(exchange: Exchange, weights: Iterable[tuple[str, np.ndarray]]
     """Compare the weights and moments of all ranks by their SHA-256: about 1.5 GB/s a rank, 100 bytes of each sent.
 
     Args:
-        weights: names and values (host), in the same order on every rank; not asked for where there is one rank.
+        weights: names and values (host), in the same order on every rank; not read if there is one rank.
         step: steps done, for the message.
     Raises:
         RanksError: they differ; the same message on every rank.
@@ -37,6 +37,6 @@ def check_replicas(exchange: Exchange, weights: Iterable[tuple[str, np.ndarray]]
             f"weights and moments must be the same on all ranks, but after step {step} those of rank "
             f"{', '.join(map(str, odd))} are not those of rank {ranks.index(most)} ({count} of {len(ranks)} ranks "
             f"agree{whose}): on rank {odd[0]} {len(names)} of {len(most)} differ, first {names[0]}; nothing was saved. "
-            "Look for faults of the device or its memory, and start again: the run goes on from its last checkpoint",
+            "Look for faults of the device or its memory, and start again: the run resumes from its last checkpoint",
             "RANK-DRIFT",
         )

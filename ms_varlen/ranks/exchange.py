@@ -1,4 +1,4 @@
-"""What ranks tell each other, over TCP through rank 0; gradients take the device's collectives.
+"""Messages between ranks, over TCP through rank 0; gradients take the device's collectives.
 
 A rank that has another recipe, another corpus, or an error, stops all ranks before they wait for it in a gradient
 exchange that would never end. All of them print the same message, which names the rank. A rank that dies closes its
@@ -52,7 +52,7 @@ class Meeting:
 
 
 class Exchange:
-    """Gathers bytes from all ranks; alone it hands them back.
+    """Gathers bytes from all ranks; a single rank gets its own back.
 
     Args:
         ranks: this process among the others.
@@ -65,7 +65,7 @@ class Exchange:
         self._connections = list(connections)
 
     def close(self) -> None:
-        """Leave; a rank that still waits for this one is told so, even while this process takes its time to end."""
+        """Close the connections; a rank that waits for this one sees that at once, even if this process exits later."""
         for connection in self._connections:
             connection.close()
 
@@ -73,7 +73,7 @@ class Exchange:
         """Every rank's bytes, by rank.
 
         Raises:
-            RanksError: a rank is gone, or did not come in time; the same on all that are left.
+            RanksError: a rank died or did not answer in time; the same message on all other ranks.
         """
         if self.ranks.size == 1:
             return [payload]
@@ -121,7 +121,7 @@ class Exchange:
         return [json.loads(part) for part in self.gather(json.dumps(message).encode())]
 
     def together(self, work: Callable[[], Value]) -> Value:
-        """Do something on every rank, and wait until all have done it.
+        """Call `work` on every rank, and wait until all have finished.
 
         Returns:
             what `work` gave on this rank.
@@ -140,7 +140,7 @@ class Exchange:
         return value
 
     def agree(self, identity: dict[str, Any]) -> None:
-        """Refuse to train with ranks that would train something else.
+        """Raise if ranks would train with other settings or data.
 
         Args:
             identity: nested JSON values that must be the same on all ranks.
@@ -231,7 +231,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 def _gone(rank: int, error: OSError) -> RanksError:
     return RanksError(
         f"rank {rank} must answer the others, and is gone ({error}); the first error is in its log, worker_{rank}.log; "
-        "start again, the run goes on from its last checkpoint",
+        "start again, the run resumes from its last checkpoint",
         "RANK-LOST",
     )
 

@@ -65,7 +65,7 @@ def test_going_on_with_other_data_or_without_the_runs_files_is_refused(corpus, t
     write_run(tmp_path, feed, 1)
     plans, place = feed.workload.plans, feed.place(1)
     check(tmp_path, feed, 1)
-    with pytest.raises(CheckpointError, match=r"data.source .*plan.json .*begin anew from the weights alone"):
+    with pytest.raises(CheckpointError, match=r"data.source .*plan.json .*start from scratch from the weights alone"):
         check_plan(tmp_path, 1, plans, place, "0" * 32)
     with pytest.raises(CheckpointError, match="must be there to go on from a step of MindFormers"):
         check_plan(tmp_path / "nowhere", 1, plans, place, "")

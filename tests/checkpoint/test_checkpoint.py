@@ -469,7 +469,9 @@ def test_corrupt_newest_is_an_error_that_names_the_older_one(tmp_path):
 
 def test_corrupt_only_one_says_to_begin_again(tmp_path):
     (trained(tmp_path, (10,)) / "step_00000010" / "state.json").unlink()
-    with pytest.raises(CheckpointError, match=r"state.json is missing; begin anew with checkpoint.resume=never"):
+    with pytest.raises(
+        CheckpointError, match=r"state.json is missing; start from scratch with checkpoint.resume=never"
+    ):
         open_run(config(tmp_path), "varlen", RECIPE)
 
 
@@ -510,7 +512,7 @@ def test_named_checkpoint_of_another_mode_or_recipe_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"train.learning_rate: was 0.001, is 0.1"):
         open_run(named, "varlen", recipe(train__learning_rate=0.1))
     (folder / "recipe.yaml").unlink()
-    with pytest.raises(CheckpointError, match=r"recipe.yaml must be beside the checkpoints, found none"):
+    with pytest.raises(CheckpointError, match=r"recipe.yaml must be next to the checkpoints, found none"):
         open_run(named, "varlen", RECIPE)
 
 

@@ -70,7 +70,9 @@ def test_other_data_of_equal_lengths_is_refused_and_nothing_is_touched(begun, ru
     assert message.startswith("data.source and data.tokenizer must give the samples of ")
     assert f"(token store {old.store.fingerprint[:12]}), got token store {new.store.fingerprint[:12]}: " in message
     step = run / "varlen" / "step_00000002"
-    assert message.endswith(f"begin anew from its weights with checkpoint.resume=never and model.init_from={step}")
+    assert message.endswith(
+        f"start from scratch from its weights with checkpoint.resume=never and model.init_from={step}"
+    )
     assert {path: path.read_bytes() for path in files} == files
     named = after.model_copy(update={"checkpoint": after.checkpoint.model_copy(update={"resume": step})})
     with pytest.raises(CheckpointError, match=r"data\.source and data\.tokenizer must give"):

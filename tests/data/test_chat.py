@@ -211,7 +211,7 @@ def test_what_a_template_says_against_a_chat_is_passed_on():
     strict = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('A user must begin') }}{% endif %}" + CHATML
     assert said(strict, chat("uHi")) == "<|im_start|>user\nHi<|im_end|>\n"
     with pytest.raises(
-        DataError, match=r"template, which says TemplateError: A user must begin, in c.jsonl line 3; mend the record"
+        DataError, match=r"template, which says TemplateError: A user must begin, in c.jsonl line 3; fix the record"
     ):
         said(strict, chat("sHi"))
     with pytest.raises(DataError, match=r"template, which says .* has no attribute 'name', in c.jsonl line 3"):
@@ -232,7 +232,7 @@ def test_what_a_template_says_against_a_chat_is_passed_on():
     ],
 )
 def test_whatever_a_template_raises_names_the_record(source, found):
-    with pytest.raises(DataError, match=rf"which says {found}, in c.jsonl line 3; mend the record or the") as raised:
+    with pytest.raises(DataError, match=rf"which says {found}, in c.jsonl line 3; fix the record or the") as raised:
         said(source, chat("uHi"))
     assert "\n" not in str(raised.value)
 
@@ -357,7 +357,7 @@ def test_a_wrong_chat_template_is_named(folder, tmp_path, value, message):
     path = tmp_path / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_bytes()) | {"chat_template": value}))
     for tokenizer in (tmp_path, tmp_path / "tokenizer.json"):
-        with pytest.raises(DataError, match=rf"{message}.*, in .*tokenizer_config.json; mend it"):
+        with pytest.raises(DataError, match=rf"{message}.*, in .*tokenizer_config.json; fix it"):
             open_tokenizer(str(tokenizer))
 
 
@@ -421,7 +421,7 @@ def test_tools_may_be_json_text(folder, tmp_path):
     records = [{"messages": chat("uHi", "aHo"), "tools": value} for value in (tools, json.dumps(tools), None)]
     one, two, without = encoded(tokenizer, *records)
     assert one.ids.tolist() == two.ids.tolist() != without.ids.tolist()
-    with pytest.raises(DataError, match=r"field 'tools' must be JSON, got .*, in c.jsonl line 1; mend the record"):
+    with pytest.raises(DataError, match=r"field 'tools' must be JSON, got .*, in c.jsonl line 1; fix the record"):
         encoded(tokenizer, {"messages": chat("uHi"), "tools": "{"})
     with pytest.raises(DataError, match=r"field 'tools' must be a list of JSON schemas, got dict, in c.jsonl line 1"):
         encoded(tokenizer, {"messages": chat("uHi"), "tools": {}})

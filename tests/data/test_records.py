@@ -76,7 +76,7 @@ def test_a_record_of_no_kind_is_named(fields, found):
 def test_the_kind_is_reported_with_what_becomes_of_special_tokens():
     record = records({"text": "a", "prompt": "b", "id": 3})[0]
     assert kind_sentence("text", record, ByteTokenizer()) == (
-        "records are text, found in c.jsonl line 1 (prompt beside): plain text, loss on every token; end-of-text: 256, "
+        "records are text, found in c.jsonl line 1 (also prompt): plain text, loss on every token; end-of-text: 256, "
         "appended to every document; beginning-of-text: none; pad: 257"
     )
     record = records({"messages": []})[0]
@@ -159,7 +159,7 @@ def test_masks_that_agree_are_one():
 
 @pytest.mark.parametrize("field", ["loss_masks", "special_tokens_mask", "label", "Labels", "loss_weights", "targets"])
 def test_a_field_that_looks_like_a_mask_is_refused_by_name(field):
-    message = rf"a mask or labels beside input_ids must be called .*, got field '{field}', in c.jsonl line 1; rename"
+    message = rf"a mask or labels next to input_ids must be called .*, got field '{field}', in c.jsonl line 1; rename"
     with pytest.raises(DataError, match=message):
         encode("tokens", {"input_ids": [1, 2], field: [0, 1]})
     assert shown(encode("tokens", {"input_ids": [97], field: None, "loss": 0.5})[0]) == "[a]"
@@ -234,8 +234,8 @@ WRONG = [
     ("text", {"text": None}, "field 'text' must be there, got null"),
     ("text", {"text": "a\ud800"}, r"field 'text' must be Unicode text, got half a surrogate pair"),
     ("text", {"messages": [TURN]}, "must be there in every record of kind text, got fields messages"),
-    ("completion", {"prompt": "a"}, "field 'completion' must be beside 'prompt', got fields prompt"),
-    ("completion", {"prompt": "a", "completion": None}, "field 'completion' must be beside 'prompt'"),
+    ("completion", {"prompt": "a"}, "field 'completion' must be next to 'prompt', got fields prompt"),
+    ("completion", {"prompt": "a", "completion": None}, "field 'completion' must be next to 'prompt'"),
     ("completion", {"completion": "a"}, "field 'prompt' must be there in every record of kind completion"),
     ("completion", {"prompt": ["a"], "completion": "b"}, "field 'prompt' must be a string, got list"),
     ("messages", {"text": "a"}, "field 'messages' must be there in every record of kind messages, got fields text"),
@@ -362,7 +362,7 @@ def test_shifted_labels_are_detected_and_never_shifted_twice():
     ("labels", "message"),
     [
         ([5, 6, 7], "must name the next token's id under data.labels_shifted, got each token's own, .*=false"),
-        ([6, 9, 8], r"labels\[1\] must be input_ids\[2\] \(7\) or -100, got 9, in c.jsonl line 1; mend"),
+        ([6, 9, 8], r"labels\[1\] must be input_ids\[2\] \(7\) or -100, got 9, in c.jsonl line 1; fix"),
         ([6, 7, 300], r"input_ids\[3\] must be from 0 to 257, .*, got 300"),
     ],
 )
@@ -392,7 +392,7 @@ def test_control_characters(policy, expected, count):
     with pytest.raises(
         DataError,
         match=r"field 'text' must have no control character under data.control_characters=error, got U\+0000 at "
-        "character 1, in c.jsonl line 1; mend the text, or set data.control_characters to keep, remove or drop",
+        "character 1, in c.jsonl line 1; fix the text, or set data.control_characters to keep, remove or drop",
     ):
         encode("text", {"text": text}, control_characters="error")
 

@@ -65,7 +65,7 @@ def test_pydoc_gives_distinct_docstrings_in_a_fixed_order(library):
     places = ["a.py", "a.py", "b.py", "b.py", "pkg/c.py"]
     assert rows(source) == [({"text": text}, place) for text, place in zip(expected, places, strict=True)]
     assert source.skipped == {"unparsed_files": 2, "unencodable_docstrings": 1}
-    assert texts(source) == expected, "a second iteration starts anew"
+    assert texts(source) == expected, "a second iteration starts from the beginning"
     assert source.skipped == {"unparsed_files": 2, "unencodable_docstrings": 1}
 
 
@@ -165,10 +165,10 @@ def test_fingerprints_are_of_the_content(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"text": "a"', r"a line must be a JSON object, got Expecting .*, in .*c.jsonl line 2; mend"),
-        (b'["a"]', r"a line must be a JSON object, got an array, in .*c.jsonl line 2; mend or remove the line"),
+        (b'{"text": "a"', r"a line must be a JSON object, got Expecting .*, in .*c.jsonl line 2; fix"),
+        (b'["a"]', r"a line must be a JSON object, got an array, in .*c.jsonl line 2; fix or remove the line"),
         (b"[", r"a line must be a JSON object, got Expecting .*, in .*c.jsonl line 2; write one object a line"),
-        (b"3", r"a line must be a JSON object, got int, in .*c.jsonl line 2; mend"),
+        (b"3", r"a line must be a JSON object, got int, in .*c.jsonl line 2; fix"),
         (b"[" * 100_000, r"a line must be a JSON object, got .*, in .*c.jsonl line 2"),
         (b'{"text": "\xff"}', r"a line must be UTF-8, got byte 0xff at byte 10, in .*c.jsonl line 2; save"),
         (b'{"text": "a\x00"}', r"a line must be a JSON object, got Invalid control character .*, in .*c.jsonl line 2"),

@@ -179,12 +179,12 @@ def test_the_first_bad_record_is_named_by_any_number_of_processes(tmp_path, monk
     monkeypatch.setattr(text_files, "BATCH_BYTES", 20)
     records = [*(f"text {n}" for n in range(40)), {"text": 1}, *(f"text {n}" for n in range(9)), {"text": None}]
     config = corpus(tmp_path, records, workers=2)
-    with pytest.raises(DataError, match=r"field 'text' must be a string, got int, in .*corpus.jsonl line 41; mend"):
+    with pytest.raises(DataError, match=r"field 'text' must be a string, got int, in .*corpus.jsonl line 41; fix"):
         prepare_store(config, 5)
     # Two batches on, reading itself fails: a line without an end.
     Path(config.source).write_text(Path(config.source).read_text()[:-1] + "x" * 99)
     monkeypatch.setattr(batches, "MAX_RECORD_BYTES", 40)
-    with pytest.raises(DataError, match=r"must be a string, got int, in .*corpus.jsonl line 41; mend"):
+    with pytest.raises(DataError, match=r"must be a string, got int, in .*corpus.jsonl line 41; fix"):
         prepare_store(config, 5)
     lines(Path(config.source), [f"text {n}" for n in range(40)] + ["x" * 99])
     with pytest.raises(DataError, match=r"a record must be <= 40 bytes, got \d+ or more, in .*corpus.jsonl line 41"):

@@ -84,7 +84,7 @@ def test_a_damaged_megatron_pair_is_named(tmp_path):
         with pytest.raises(DataError, match=message):
             tokens(open_source(path))
     index.unlink()
-    with pytest.raises(DataError, match=r"a.bin must have a.idx beside it, got no such file; copy both"):
+    with pytest.raises(DataError, match=r"a.bin must have a.idx next to it, got no such file; copy both"):
         open_source(path)
 
 
@@ -111,7 +111,7 @@ def test_mindrecord_files_give_their_fields_in_order(tmp_path):
 def test_a_damaged_mindrecord_file_is_named(tmp_path):
     path = tmp_path / "a.mindrecord"
     path.write_bytes(b"nothing" * 100)
-    with pytest.raises(DataError, match=r"a.mindrecord must have a.mindrecord.db beside it, got no such file; copy"):
+    with pytest.raises(DataError, match=r"a.mindrecord must have a.mindrecord.db next to it, got no such file; copy"):
         open_source(str(path))
     (tmp_path / "a.mindrecord.db").write_bytes(b"nothing")
     with pytest.raises(DataError, match=r"a source must be a whole MindRecord file, got .*, in .*a.mindrecord; copy"):

@@ -185,7 +185,7 @@ def test_tokenizer_config_decides_the_special_ids(tmp_path):
     assert open_tokenizer(path).chat_template.render([]) == "b"
     settings.write_text(json.dumps({"eos_token": "<none>"}))
     with pytest.raises(
-        DataError, match=r"eos_token must be in the vocabulary, got '<none>', in .*tokenizer.json; mend or remove"
+        DataError, match=r"eos_token must be in the vocabulary, got '<none>', in .*tokenizer.json; fix or remove"
     ):
         open_tokenizer(path)
     for content, found in (("{", "must be JSON"), ("[]", "must be a JSON object, got list")):
@@ -219,7 +219,7 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A model's folder as transformers saves it, weights beside."""
+    """A model's folder as transformers saves it, weights next to."""
     made = PreTrainedTokenizerFast(
         tokenizer_object=words("<s> $A"),
         bos_token="<s>",

@@ -69,7 +69,7 @@ WRONG = {
     "invalid JSON in line 3": (
         "a.jsonl",
         '{"text": "a"}\n{"text": "b"}\n{"text": "c"\n',
-        r"a line must be a JSON object, got Expecting ',' delimiter at character 12, in .*a.jsonl line 3; mend",
+        r"a line must be a JSON object, got Expecting ',' delimiter at character 12, in .*a.jsonl line 3; fix",
     ),
     "one JSON array": (
         "a.json",
@@ -79,12 +79,12 @@ WRONG = {
     "an array of numbers": (
         "a.json",
         "[1, 2]\n",
-        r"a line must be a JSON object, got an array, in .*a.json line 1; mend or remove the line",
+        r"a line must be a JSON object, got an array, in .*a.json line 1; fix or remove the line",
     ),
     "an array that is cut off": (
         "a.json",
         "[1, 2\n",
-        r"a line must be a JSON object, got Expecting .*, in .*a.json line 1; mend or remove the line",
+        r"a line must be a JSON object, got Expecting .*, in .*a.json line 1; fix or remove the line",
     ),
     "an array of objects in one line": (
         "a.json",
@@ -99,12 +99,12 @@ WRONG = {
     "a number of many digits": (
         "a.jsonl",
         '{"text": "a", "id": ' + "1" * 5000 + "}\n",
-        r"a line must be a JSON object, got an integer of more digits than can be read, in .*a.jsonl line 1; mend",
+        r"a line must be a JSON object, got an integer of more digits than can be read, in .*a.jsonl line 1; fix",
     ),
     "deep nesting": (
         "a.jsonl",
         '{"text": "a", "id": ' + "[" * 100_000 + "]" * 100_000 + "}\n",
-        r"a line must be a JSON object, got arrays or objects nested too deeply, in .*a.jsonl line 1; mend",
+        r"a line must be a JSON object, got arrays or objects nested too deeply, in .*a.jsonl line 1; fix",
     ),
     "a mask in some records": (
         "a.jsonl",
@@ -119,7 +119,7 @@ WRONG = {
     "Parquet with a mask of another name": (
         "a.parquet",
         {"input_ids": [[1, 2]], "loss_masks": [[0, 1]]},
-        r"a mask or labels beside input_ids must be called .*, got field 'loss_masks', in .*a.parquet row 0; rename",
+        r"a mask or labels next to input_ids must be called .*, got field 'loss_masks', in .*a.parquet row 0; rename",
     ),
     "Parquet with unsigned ids": (
         "a.parquet",
@@ -134,7 +134,7 @@ WRONG = {
     "Parquet with a null": (
         "a.parquet",
         {"text": ["a", None]},
-        r"field 'text' must be there, got null, in .*a.parquet row 1; mend",
+        r"field 'text' must be there, got null, in .*a.parquet row 1; fix",
     ),
     "wrong encoding": (
         "a.jsonl",
@@ -149,7 +149,7 @@ WRONG = {
     "labels of another length": (
         "a.jsonl",
         [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [1, 2, 3], "labels": [1, 2]}],
-        r"field 'labels' must be as long as input_ids \(3\), got 2, in .*a.jsonl line 2; mend",
+        r"field 'labels' must be as long as input_ids \(3\), got 2, in .*a.jsonl line 2; fix",
     ),
     "ids of another tokenizer": (
         "a.jsonl",
@@ -159,7 +159,7 @@ WRONG = {
     "only prompts": (
         "a.jsonl",
         [{"prompt": "a", "id": 1}],
-        r"field 'completion' must be beside 'prompt', got fields prompt, id, in .*a.jsonl line 1; add",
+        r"field 'completion' must be next to 'prompt', got fields prompt, id, in .*a.jsonl line 1; add",
     ),
     "one giant record": (
         "a.jsonl",

@@ -154,7 +154,7 @@ def test_a_checkpoint_of_another_recipe_is_named(recipe, tmp_path):
     (folder / "model.safetensors").unlink()
     gone = examine(recipe, [f"checkpoint.output_dir={tmp_path}"], probe=False)
     assert gone["codes"] == ["CKPT-CORRUPT"]
-    assert "model.safetensors is missing; begin anew with checkpoint.resume=never" in str(gone["checks"])
+    assert "model.safetensors is missing; start from scratch with checkpoint.resume=never" in str(gone["checks"])
     (folder / "manifest.json").write_text("{}")
     assert "CKPT-CORRUPT" in examine(recipe, [f"checkpoint.output_dir={tmp_path}"], probe=False)["codes"]
 
@@ -230,7 +230,7 @@ def test_a_run_without_its_recipe_is_red(trained, content):
     assert result["codes"] == ["CKPT-RECIPE"]
     said = of_area(result, "checkpoint")[0]
     assert said.startswith(f"{saved} must ")
-    assert said.endswith("begin anew with checkpoint.resume=never")
+    assert said.endswith("start from scratch with checkpoint.resume=never")
 
 
 def test_steps_that_were_skipped_are_read(tmp_path):

@@ -3,8 +3,8 @@
     jsonl       .jsonl .ndjson .json, or one of them and .gz     one JSON object a line
     parquet     .parquet
     text        .txt                                             one document a file
-    megatron    .bin, its .idx beside it
-    mindrecord  .mindrecord .mindrecord0 ..., its .db beside it
+    megatron    .bin, its .idx next to it
+    mindrecord  .mindrecord .mindrecord0 ..., its .db next to it
     saved       a folder with dataset_info.json                  Hugging Face `save_to_disk`
 
 Any other folder stands for the files in it and below, in the order of their paths, which must be of one kind. Other
@@ -30,7 +30,7 @@ SUFFIXES = {
 COMPANIONS = re.compile(r".*(\.idx|\.mindrecord\d*\.db)")
 """Second halves: they come with the file that is named."""
 READABLE = (
-    "a file that ends in .jsonl, .json, .ndjson (also .gz), .parquet, .txt, .bin (Megatron, .idx beside it) or "
+    "a file that ends in .jsonl, .json, .ndjson (also .gz), .parquet, .txt, .bin (Megatron, .idx next to it) or "
     ".mindrecord, or a folder of one kind of them"
 )
 
@@ -122,4 +122,4 @@ def _check_companion(path: Path) -> None:
     kind = kind_of(path)
     second = {"megatron": path.with_suffix(".idx"), "mindrecord": path.with_name(path.name + ".db")}.get(kind or "")
     if second is not None and not second.is_file():
-        raise DataError(f"{path} must have {second.name} beside it, got no such file; copy both")
+        raise DataError(f"{path} must have {second.name} next to it, got no such file; copy both")

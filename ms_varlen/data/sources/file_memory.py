@@ -34,7 +34,7 @@ def state_of(paths: Iterable[Path]) -> str:
     """A hash of which files these are, their sizes and their times: it changes when one of them does.
 
     Raises:
-        DataError: a file is gone.
+        DataError: a file is missing.
     """
     digest = hashlib.blake2b(digest_size=16)
     for path in paths:
@@ -57,7 +57,7 @@ def settled(paths: Iterable[Path]) -> bool:
 
 
 class FileMemory:
-    """What was found out about files, by `state_of` them, in a small JSON file; a damaged one is begun anew."""
+    """What was found out about files, by `state_of` them, in a small JSON file; a damaged one is replaced."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -70,11 +70,11 @@ class FileMemory:
         """Keep `found`. Best effort: where nothing can be written, it is found out again next time."""
         entries = {**self._entries(), state: found}
         kept = dict(list(entries.items())[-ENTRIES:])
-        beside = self._path.with_suffix(f".{os.getpid()}.tmp")
+        temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            beside.write_text(json.dumps(kept))
-            os.replace(beside, self._path)
+            temporary.write_text(json.dumps(kept))
+            os.replace(temporary, self._path)
 
     def _entries(self) -> dict[str, str]:
         try:

@@ -24,7 +24,7 @@ MAX_RECORD_BYTES = 1 << 25
 
 ARRAY_HINT = "write one object a line (jq -c '.[]' does)"
 OBJECT_HINT = "write one object a line (jq -c . does)"
-MEND_HINT = "mend or remove the line"
+FIX_HINT = "fix or remove the line"
 
 
 class Batch(Protocol):
@@ -106,7 +106,7 @@ def _object_of(line: bytes) -> dict[str, Any]:
     if not isinstance(entry, dict):
         of_objects = isinstance(entry, list) and entry and all(isinstance(part, dict) for part in entry)
         found = "an array" if isinstance(entry, list) else type(entry).__name__
-        hint = ARRAY_HINT if of_objects else MEND_HINT
+        hint = ARRAY_HINT if of_objects else FIX_HINT
         raise DataError(f"a line must be a JSON object, got {found}; {hint}")
     return entry
 
@@ -116,7 +116,7 @@ def _hint(line: bytes) -> str:
     line = line.strip()
     if re.match(rb"\[\s*(\{|$)", line):
         return ARRAY_HINT
-    return OBJECT_HINT if line[:1] == b"{" and line[-1:] in b"{[," else MEND_HINT
+    return OBJECT_HINT if line[:1] == b"{" and line[-1:] in b"{[," else FIX_HINT
 
 
 def json_fault(error: ValueError | RecursionError) -> str:

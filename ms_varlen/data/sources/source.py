@@ -110,7 +110,7 @@ def source_fingerprint(source: Source, memory: FileMemory) -> str:
     """The fingerprint of a source, without reading files that are those that were read before.
 
     Raises:
-        DataError: a file is gone, or changes while it is read.
+        DataError: a file is missing, or changes while it is read.
     """
     if not all(part.files for part in source.parts):
         return source.fingerprint()

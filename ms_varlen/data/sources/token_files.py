@@ -115,7 +115,7 @@ def _read_index(path: Path) -> _Index:
 
 
 class MindRecord:
-    """The records of one MindRecord file, as MindSpore's FileReader gives them; its .db file lies beside it."""
+    """The records of one MindRecord file, as MindSpore's FileReader gives them; its .db file lies next to it."""
 
     def __init__(self, path: Path):
         self.name = path.name

@@ -1,6 +1,6 @@
 """Building a token store: read, tokenise, clean and write, a batch at a time.
 
-A store is written beside its place (``<fingerprint>.building``), brought to disk and renamed: after a kill there is a
+A store is written next to its place (``<fingerprint>.building``), brought to disk and renamed: after a kill there is a
 whole store or none. One process builds at a time (a lock on ``<fingerprint>.lock``, an empty file that stays), the
 others wait and use the result; what killed builds left is removed by the next build. Memory does not grow with the
 corpus, but for 8 to 16 bytes a document where duplicates are removed.
@@ -60,7 +60,7 @@ class Building:
 
 
 def build(plan: Building) -> None:
-    """Write the store beside and rename it to its folder; the caller holds its lock.
+    """Write the store next to its folder, then rename it; the caller holds its lock.
 
     Raises:
         DataError: a record cannot be used, nothing is left to train on, or the source changes meanwhile.

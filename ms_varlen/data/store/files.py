@@ -9,7 +9,7 @@
     <fingerprint>/train/supervised.bin        a bit per token, 1 = a target; only where some token is none
     <fingerprint>/eval/...                    the same
 
-All numbers are little-endian, bits count from the lowest. A sample costs 20 bytes beside its tokens and a document 4,
+All numbers are little-endian, bits count from the lowest. A sample costs 20 bytes besides its tokens and a document 4,
 all of them memory-mapped when read.
 """
 

@@ -194,7 +194,7 @@ class TokenStore:
 
 def _damaged(path: Path, rule: str, found: str) -> DataError:
     return DataError(
-        f"token store file {path} {rule}, got {found}; delete the folder of the store and run again, it is built anew",
+        f"token store file {path} {rule}, got {found}; delete the folder of the store and run again",
         "DATA-STORE",
     )
 

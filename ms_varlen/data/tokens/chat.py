@@ -101,7 +101,7 @@ class ChatTemplate:
             found = " ".join(f"{type(error).__name__}: {error}".split())
             raise DataError(
                 f"field 'messages' must suit the tokenizer's chat template, which says {found[:SHOWN]}; "
-                "mend the record or the template"
+                "fix the record or the template"
             ) from error
 
     def _source(self, tools: Sequence[Any] | None) -> str:
@@ -207,7 +207,7 @@ def _spoken(spans: list[Span], turns: list[int], silent: Collection[int]) -> lis
         raise DataError(
             f"a chat with a turn without loss must suit a chat template that marks each assistant's turn once, got "
             f"{len(spans)} marks for {len(turns)} turns; remove {' and '.join(LOSS_FLAGS)} from its "
-            "messages, or mend the template"
+            "messages, or fix the template"
         )
     spoken = [span for span, turn in zip(spans, turns, strict=True) if turn not in silent] if silent else spans
     return [(start, end) for start, end in spoken if end > start]
@@ -226,7 +226,7 @@ def is_silent(message: Message, name: str) -> bool:
     for flag, value in flags.items():
         rule = "0 or 1" if flag == "weight" else "true or false"
         if isinstance(value, str | list | dict) or value not in (0, 1):
-            raise DataError(f"field '{name}.{flag}' must be {rule}, got {value!r}; mend the record")
+            raise DataError(f"field '{name}.{flag}' must be {rule}, got {value!r}; fix the record")
         if value and message["role"] != ASSISTANT:
             raise DataError(
                 f"field '{name}.{flag}' must be left out or {rule.split(' or ')[flag == 'train']} in a turn of "
@@ -285,11 +285,11 @@ def chat_templates(value: Any) -> dict[str, str] | None:
             if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("name", "template")):
                 raise DataError(
                     f"chat_template[{number}] must be an object with a name and a template, both strings, got "
-                    f"{repr(entry)[:40]}; mend it"
+                    f"{repr(entry)[:40]}; fix it"
                 )
         value = {entry["name"]: entry["template"] for entry in value}
     if isinstance(value, str):
         value = {"default": value}
     if value is not None and not (isinstance(value, dict) and all(isinstance(text, str) for text in value.values())):
-        raise DataError(f"chat_template must be a string or a list of named ones, got {repr(value)[:40]}; mend it")
+        raise DataError(f"chat_template must be a string or a list of named ones, got {repr(value)[:40]}; fix it")
     return value if value and "default" in value else None

@@ -41,7 +41,7 @@ def check_masks(fields: Mapping[str, Any], masks: Iterable[str]) -> None:
         value = fields[name]
         if value is not None and (MASK_LIKE.search(name) or isinstance(value, list | np.ndarray)):
             raise DataError(
-                f"a mask or labels beside input_ids must be called {', '.join(MASK_FIELDS)}, got field '{name}'; "
+                f"a mask or labels next to input_ids must be called {', '.join(MASK_FIELDS)}, got field '{name}'; "
                 "rename the field, or remove it if it says nothing about the loss"
             )
     given, expected = set(masks_of(fields)), set(masks)
@@ -122,11 +122,11 @@ def check_ids(ids: np.ndarray, vocab_size: int, tokenizer: str) -> None:
 
 
 def _beside(ids: np.ndarray, value: Any, field: str) -> np.ndarray:
-    """[n] int64, labels or zeros and ones beside ids of [n]."""
+    """[n] int64, labels or zeros and ones next to ids of [n]."""
     values = _integers(value, field, "iu" if field == "labels" else "iub")
     if values.size != ids.size:
         raise DataError(
-            f"field '{field}' must be as long as input_ids ({ids.size}), got {values.size}; mend or remove the record"
+            f"field '{field}' must be as long as input_ids ({ids.size}), got {values.size}; fix or remove the record"
         )
     wrong = np.flatnonzero((values != 0) & (values != 1))
     if field != "labels" and wrong.size:
@@ -144,7 +144,7 @@ def _unpadded(mask: np.ndarray) -> slice:
         place = first + int(np.argmin(mask[first:end]))
         raise DataError(
             f"{PADDING_FIELD}[{place}] must be 1 between tokens of the sample, got 0; padding lies before "
-            "or after a sample: mend the record, or mask the loss with loss_mask"
+            "or after a sample: fix the record, or mask the loss with loss_mask"
         )
     return slice(first, end)
 
@@ -188,7 +188,7 @@ def _are_shifted(ids: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
 
 def _wrong(field: str, place: int, values: np.ndarray, rule: str) -> DataError:
-    return DataError(f"{field}[{place}] must be {rule}, got {values[place]}; mend or remove the record")
+    return DataError(f"{field}[{place}] must be {rule}, got {values[place]}; fix or remove the record")
 
 
 def _integers(value: Any, field: str, kinds: str) -> np.ndarray:
@@ -210,4 +210,4 @@ def _integers(value: Any, field: str, kinds: str) -> np.ndarray:
     else:
         odd = (type(entry).__name__ for entry in value if isinstance(entry, bool) or not isinstance(entry, int))
         found = f"a list with {next(odd, 'an integer beyond 64 bits')}"
-    raise DataError(f"field '{field}' must be a list of integers, got {found}; mend or remove the record")
+    raise DataError(f"field '{field}' must be a list of integers, got {found}; fix or remove the record")

@@ -3,7 +3,7 @@
 The kind is found by looking at the first record: the first of these fields that it has.
 
     messages              chat by the tokenizer's template, loss on what the assistant says
-    input_ids             tokens as they are; a mask beside them says where the loss is, else everywhere
+    input_ids             tokens as they are; a mask next to them says where the loss is, else everywhere
     prompt, completion    loss on the completion and its end-of-text
     text                  loss everywhere
 
@@ -90,7 +90,7 @@ def find_kind(record: Record) -> str:
 def kind_sentence(kind: str, record: Record, tokenizer: Tokenizer) -> str:
     """What a log says about the kind that was found in `record`, and about the special tokens of its texts."""
     others = [field for field in FIELDS if field in record.fields and field not in KINDS[kind]]
-    beside = f" ({', '.join(others)} beside)" if others else ""
+    beside = f" (also {', '.join(others)})" if others else ""
     if kind == "messages":
         special = "special tokens are those of the chat template"
     elif kind == "tokens":
@@ -135,7 +135,7 @@ class RecordEncoder:
         if kind == "messages" and tokenizer.chat_template is None:
             raise DataError(
                 f"data.tokenizer must have a chat template for records of messages, got none in {tokenizer.name}; use "
-                "the tokenizer of a chat model, or put a chat_template.jinja beside its files"
+                "the tokenizer of a chat model, or put a chat_template.jinja next to its files"
             )
         if labels_shifted and kind != "tokens":
             raise DataError(
@@ -234,20 +234,20 @@ class RecordEncoder:
             return value
         if field == "completion" and "prompt" in record.fields:
             raise DataError(
-                f"field 'completion' must be beside 'prompt', got {_names(record)}; add the "
+                f"field 'completion' must be next to 'prompt', got {_names(record)}; add the "
                 "completions: a prompt alone teaches nothing (or name the field 'text' to learn all of it)"
             )
         if field in record.fields:
-            raise DataError(f"field '{field}' must be there, got null; mend or remove the record")
+            raise DataError(f"field '{field}' must be there, got null; fix or remove the record")
         raise DataError(
             f"field '{field}' must be there in every record of kind {self.kind}, got {_names(record)}"
-            f"; a source holds records of one kind, that of its first: mend the record or part the source"
+            f"; a source holds records of one kind, that of its first: fix the record or part the source"
         )
 
     def _text(self, value: Any, field: str) -> tuple[str, int]:
         """A text as it will be tokenised, and how many control characters it had."""
         if not isinstance(value, str):
-            raise DataError(f"field '{field}' must be a string, got {type(value).__name__}; mend or remove the record")
+            raise DataError(f"field '{field}' must be a string, got {type(value).__name__}; fix or remove the record")
         raw = _utf8(value, field)
         control = len(raw) - len(raw.translate(None, _CONTROL)) + raw.count(_REPLACEMENT)
         if not control or self._control_characters not in ("remove", "error"):
@@ -257,7 +257,7 @@ class RecordEncoder:
         place = next(i for i, c in enumerate(value) if c in _CONTROL.decode() + "\ufffd")
         raise DataError(
             f"field '{field}' must have no control character under data.control_characters=error, got "
-            f"U+{ord(value[place]):04X} at character {place}; mend the text, or set "
+            f"U+{ord(value[place]):04X} at character {place}; fix the text, or set "
             "data.control_characters to keep, remove or drop"
         )
 
@@ -286,7 +286,7 @@ class RecordEncoder:
 
 
 def _wrong(field: str, rule: str, value: Any) -> DataError:
-    return DataError(f"field '{field}' must be {rule}, got {type(value).__name__}; mend or remove the record")
+    return DataError(f"field '{field}' must be {rule}, got {type(value).__name__}; fix or remove the record")
 
 
 def _names(record: Record) -> str:
@@ -299,7 +299,7 @@ def _utf8(text: str, field: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"field '{field}' must be Unicode text, got half a surrogate pair; mend the \\u escapes"
+            f"field '{field}' must be Unicode text, got half a surrogate pair; fix the \\u escapes"
         ) from error
 
 
@@ -310,7 +310,7 @@ def _tools(record: Record) -> list[Any] | None:
         try:
             tools = json.loads(tools)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"field 'tools' must be JSON, got {json_fault(error)}; mend the record") from error
+            raise DataError(f"field 'tools' must be JSON, got {json_fault(error)}; fix the record") from error
     if tools is not None and not isinstance(tools, list):
         raise _wrong("tools", "a list of JSON schemas", tools)
     return tools
@@ -325,7 +325,7 @@ def _json_key(said: Any) -> bytes:
         text = json.dumps(said, sort_keys=True, ensure_ascii=False, default=str)
     except (RecursionError, TypeError) as error:  # TypeError: names of several types cannot be put in order
         raise DataError(
-            f"field 'messages' must be JSON that can be written, got {type(error).__name__}; mend or remove the record"
+            f"field 'messages' must be JSON that can be written, got {type(error).__name__}; fix or remove the record"
         ) from error
     return _key(_utf8(text, "messages"))
 

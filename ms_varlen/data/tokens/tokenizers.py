@@ -2,7 +2,7 @@
 
 A document ends with one end-of-text id when the tokenizer has one; it is a real token and a real target. What its own
 template adds (a beginning-of-text id, say) stays. Chats get neither: the chat template writes all special tokens.
-Lengths are carried beside the ids and never guessed from them, so a pad id may equal any other id.
+Lengths are carried next to the ids and never guessed from them, so a pad id may equal any other id.
 """
 
 import hashlib
@@ -176,7 +176,7 @@ class FastTokenizer:
         for field in ("eos_token", "pad_token"):
             if field in known and known[field] not in vocabulary:
                 raise DataError(
-                    f"{field} must be in the vocabulary, got {known[field]!r}, in {where}; mend or remove the entry"
+                    f"{field} must be in the vocabulary, got {known[field]!r}, in {where}; fix or remove the entry"
                 )
         self.eos_id = vocabulary[known["eos_token"]] if "eos_token" in known else None
         self.pad_id = vocabulary[known["pad_token"]] if "pad_token" in known else self.eos_id or 0
@@ -259,7 +259,7 @@ def _pad(known: dict[str, str], pad_id: int, eos_id: int | None) -> str:
 
 
 def _from_file(path: Path, fingerprint: str) -> FastTokenizer:
-    """The tokenizer of a tokenizer.json; what is beside it says what special tokens and the chat template are."""
+    """The tokenizer of a tokenizer.json; files next to it give special tokens and chat template."""
     try:
         rust = RustTokenizer.from_buffer(path.read_bytes())
     except ValueError as error:
@@ -300,9 +300,9 @@ def _settings(path: Path) -> dict[str, Any]:
     try:
         settings = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{CONFIG_FILE} must be JSON, got {json_fault(error)}, in {path}; mend or remove it") from error
+        raise DataError(f"{CONFIG_FILE} must be JSON, got {json_fault(error)}, in {path}; fix or remove it") from error
     if not isinstance(settings, dict):
-        raise DataError(f"{CONFIG_FILE} must be a JSON object, got {type(settings).__name__}, in {path}; mend it")
+        raise DataError(f"{CONFIG_FILE} must be a JSON object, got {type(settings).__name__}, in {path}; fix it")
     return settings
 
 
