@@ -38,7 +38,7 @@ def convert(
         destination: the run folder to make.
         mode: of the new checkpoint.
         recipe: to go on with; by default the source's, with its sizes translated as `translation` does.
-        progress: told bytes written and bytes in all.
+        progress: called with bytes written and bytes in all.
     Returns:
         what was written, for people and `--json`.
     Raises:

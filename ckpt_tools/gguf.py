@@ -4,7 +4,7 @@ Llama (Mistral is one there), Qwen2 and Qwen3. Quantised weights are dequantised
 largest tensor. llama.cpp stores the rows of a Llama model's q and k so that the two parts of a rotary pair are
 neighbours; they are put back. The tokenizer is exact for the byte-level BPEs in `_DIGITS_APART`; any other is refused.
 
-The folder appears whole or not at all. Imports no MindSpore.
+The folder appears whole or not at all.
 """
 
 import importlib
@@ -78,7 +78,7 @@ def import_gguf(
         file: the .gguf file.
         folder: where to write; it must not exist.
         with_tokenizer: False leaves `tokenizer.json` and `tokenizer_config.json` out.
-        progress: told bytes written and bytes in all.
+        progress: called with bytes written and bytes in all.
     Returns:
         what was written; see `export_hugging_face`.
     Raises:

@@ -49,7 +49,7 @@ def export_hugging_face(
         max_shard_size: most bytes of a file; a larger tensor has one of its own.
         tokenizer: a folder with the tokenizer's files, or its `tokenizer.json`; by default what the weights carry.
         max_position_embeddings: for `config.json`, where the model brought no limit of its own.
-        progress: told bytes written and bytes in all.
+        progress: called with bytes written and bytes in all.
     Returns:
         what was written, for people and `--json`.
     """

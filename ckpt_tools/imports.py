@@ -42,7 +42,7 @@ def import_weights(weights: Weights, destination: Path, progress: Callable[[int,
     Args:
         weights: what to write; fp32 on the way, which is exact for bf16 and fp16.
         destination: the folder to make; the checkpoint is `step_NNNNNNNN` in it.
-        progress: told bytes written and bytes in all.
+        progress: called with bytes written and bytes in all.
     Returns:
         what was written, for people and `--json`.
     """

@@ -19,12 +19,12 @@ from ms_varlen.models.hugging_face import load_config
 
 
 def inspect(path: Path, hints: ReadingHints, progress: Callable[[int, int], None]) -> dict[str, Any]:
-    """Look into a checkpoint; what is wrong is told, not raised.
+    """Look into a checkpoint; faults are reported, not raised.
 
     Args:
         path: anything `kind_of` knows.
         hints: see `ReadingHints`.
-        progress: told bytes whose checksums were computed, and bytes in all; only our checkpoints have checksums.
+        progress: called with bytes checked and bytes in all; only our checkpoints have checksums.
     Returns:
         `kind`, `mode`, `step`, `model`, `parameters` (one row each), `optimizer`, `faults` and `complete` for
         `--json`.

@@ -53,7 +53,7 @@ def new_folder(destination: Path, source: Path, needed: int) -> Iterator[Path]:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
-            shutil.rmtree(hidden, ignore_errors=True)  # so that the free room is told without it
+            shutil.rmtree(hidden, ignore_errors=True)  # the message then reports the space as free
             raise CheckpointError(
                 f"{destination} could not be written ({error.strerror}): needed {_mb(needed)}, "
                 f"free {_mb(shutil.disk_usage(destination.parent).free)} in {destination.parent}; nothing was left "

@@ -1,4 +1,4 @@
-"""Names of parameters and moments, checked, and what else people's checkpoints hold. Imports no MindSpore."""
+"""Names of parameters and moments, checked, and what else people's checkpoints hold."""
 
 import re
 from collections.abc import Iterable, Mapping

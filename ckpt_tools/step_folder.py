@@ -229,7 +229,7 @@ def write_step(
         optimizer: by name, moments cast to fp32; empty writes a checkpoint of weights only.
         state: the content of `state.json`.
         manifest: what `sealed_manifest` takes.
-        progress: told the bytes of each piece.
+        progress: called with the bytes of each piece.
     """
     folder = run_folder / step_name(step)
     folder.mkdir()

@@ -35,7 +35,7 @@ class Weights:
         model: weights by Hugging Face name.
         optimizer: `adam_m.<name>`, `adam_v.<name>` and `applied_steps`; empty where there are none.
         step: optimizer steps done; 0 where nobody says.
-        buffers: names of tensors that were left out, since they are made anew.
+        buffers: names of tensors that were left out, since the model makes its own.
         carried: a folder with a tokenizer's files, or None.
         tree: the folder that nothing is written into, where it is larger than `path`.
     """

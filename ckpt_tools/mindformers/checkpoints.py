@@ -165,7 +165,7 @@ def export_mindformers(
         qkv: rows of fused q, k and v.
         mlp: rows of fused gate and up.
         seq_length: for the YAML, in tokens.
-        progress: told bytes written and bytes in all.
+        progress: called with bytes written and bytes in all.
     Returns:
         what was written, for people and `--json`.
     Raises:

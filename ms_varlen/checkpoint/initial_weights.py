@@ -1,4 +1,4 @@
-"""What a net begins with instead of random weights: `model.init_from`. Imports no MindSpore.
+"""What a net begins with instead of random weights: `model.init_from`.
 
 Hugging Face folders and our own checkpoints of any mode hold the same names, so one reader serves both; a checkpoint's
 tensors are compared with the checksums of its manifest besides. Names and shapes are checked before anything is read.

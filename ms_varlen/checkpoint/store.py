@@ -1,15 +1,15 @@
-"""Checkpoints on disk: save, list, load, prune. NumPy in, NumPy out, no MindSpore.
+"""Checkpoints on disk: save, list, load, prune. NumPy in, NumPy out.
 
 A run folder holds::
 
     step_00000100/
         model.safetensors       fp32 masters under their Hugging Face names
         optimizer.safetensors   adam_m.<name>, adam_v.<name> (fp32) and applied_steps (int64 scalar)
-        state.json              what else the run needs to go on, as the caller gave it, and the step
+        state.json              what else the run needs to resume, as the caller gave it, and the step
         manifest.json           what the caller says about the run, a table of all parameters, checksums
     .tmp-*                      leftovers of a kill; removed at the next start or save
 
-Guarantee: a folder `step_*` is complete. It is written beside under a hidden name, every file and folder is fsynced,
+Guarantee: a folder `step_*` is complete. It is written under a hidden name, every file and folder is fsynced,
 then it is renamed and the parent is fsynced; old ones are renamed away before they are deleted. So a kill at any moment
 leaves the last good one. Nothing is loaded unchecked: every parameter, the state and the manifest have a SHA-256.
 
@@ -157,7 +157,7 @@ def save_checkpoint(
             _write_folder(temporary, tensors, {STATE_FILE: state_bytes, MANIFEST_FILE: manifest_bytes})
             publish(temporary, final)
         finally:
-            # Gone already when it was renamed; else its room is given back before the free room is told.
+            # Already gone if it was renamed; otherwise free its space before the message reports free space.
             shutil.rmtree(temporary, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         raise _not_written(final, tensors, error) from error

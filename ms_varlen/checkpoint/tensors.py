@@ -337,7 +337,7 @@ def write_safetensors(
     Args:
         path: the file, which must not exist.
         tensors: in any order; the file has wide dtypes first, then names in order, as the safetensors library does.
-        progress: told the bytes of each piece that was written.
+        progress: called with the bytes of each piece that was written.
         framework: whose the file says it is; transformers loads only "pt", MindSpore writes "ms".
     Returns:
         name -> SHA-256 of the values' bytes.

@@ -1,7 +1,7 @@
 """One rank of a node plans an epoch, the others map its plan: 16 bytes a sample once a node, not once a rank.
 
 The files lie below the temporary folder, one folder for each msrun, and are removed by the last of its ranks to leave;
-what killed runs left is removed by the next. Imports no MindSpore.
+what killed runs left is removed by the next.
 """
 
 import contextlib
