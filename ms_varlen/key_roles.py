@@ -44,8 +44,8 @@ class KeyRole:
 
     @property
     def may_change(self) -> bool:
-        """The key may change when a run resumes, without effect on the remaining steps."""
-        return self.extends or not self.decides & ~Decides.NODE
+        """The key may change when a run resumes: the numbers of the remaining steps stay."""
+        return self.extends or not self.decides & ~(Decides.NODE | Decides.GRAPH)
 
     @property
     def replans(self) -> bool:
@@ -110,7 +110,7 @@ KEY_ROLES: dict[str, KeyRole] = {
     "checkpoint.on_save_error": _NOTHING,
     "checkpoint.resume": _NOTHING,
     "device.target": _COMPILED,
-    "device.max_memory": _NOTHING,
+    "device.max_memory": KeyRole(Decides.GRAPH),
     "device.deterministic": _COMPILED,
     "device.hccl_connect_seconds": _NOTHING,
     "device.hccl_exec_seconds": _NOTHING,
