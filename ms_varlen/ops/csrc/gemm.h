@@ -65,13 +65,14 @@ void pack_slices(const float* src, ptrdiff_t ld, int rows, int depth, float* dst
     }
 }
 
-// One tile of R rows and V vectors. A's value (i, k) is a[i * RowStride + k * ak].
+// One tile of R rows and V vectors. A's value (i, k) is a[i * RowStride + k * ak]. Its sum starts from zero and is then
+// added to C: one running sum over all slices would lose accuracy as their number grows (a vocabulary has hundreds).
 template <int R, int V, int RowStride>
 inline __attribute__((always_inline)) void tile(const float* a, ptrdiff_t ak, const float* b, float* c, ptrdiff_t ldc,
                                                 int depth, bool add) {
   Vec acc[R][V];
   for (int i = 0; i < R; ++i)
-    for (int j = 0; j < V; ++j) acc[i][j] = add ? load(c + i * ldc + j * kLanes) : Vec{};
+    for (int j = 0; j < V; ++j) acc[i][j] = Vec{};
   for (int k = 0; k < depth; ++k, a += ak, b += kPanel) {
     Vec bv[V];
     for (int j = 0; j < V; ++j) bv[j] = load(b + j * kLanes);
@@ -81,7 +82,10 @@ inline __attribute__((always_inline)) void tile(const float* a, ptrdiff_t ak, co
     }
   }
   for (int i = 0; i < R; ++i)
-    for (int j = 0; j < V; ++j) store(c + i * ldc + j * kLanes, acc[i][j]);
+    for (int j = 0; j < V; ++j) {
+      float* to = c + i * ldc + j * kLanes;
+      store(to, add ? load(to) + acc[i][j] : acc[i][j]);
+    }
 }
 
 template <int V, int RowStride, int R = kTileRows>
