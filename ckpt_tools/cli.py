@@ -95,11 +95,11 @@ def convert_command(
     destination: Destination,
     mode: Annotated[Mode, typer.Option("--to", help="Mode of the new checkpoint.")],
     recipe: Annotated[
-        Path | None, typer.Option(help="Recipe to go on with; by default the source's, its sizes translated.")
+        Path | None, typer.Option(help="Recipe to resume with; by default the source's, its sizes translated.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Make a run folder of another mode that `ms-varlen train` goes on from, with each sample of the epoch once."""
+    """Make a run folder of another mode that `ms-varlen train` resumes, with each sample of the epoch once."""
     from ckpt_tools.convert import convert
 
     with _bar("writing") as tell:

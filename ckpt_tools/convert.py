@@ -1,8 +1,8 @@
-"""A checkpoint of one mode as a checkpoint of another: the same bits, and training goes on with each sample once.
+"""A checkpoint of one mode as a checkpoint of another: the same bits, and training resumes with each sample once.
 
 Weights, moments, the step counter and the place in the plan stay as they are; only the manifest's mode changes, and a
-recipe of the new mode lies beside. `ms-varlen train` sees that its plan differs from the saved one and plans what
-remains of the epoch anew. No array of our checkpoints is as long as the context (rotary tables and masks are made from
+recipe of the new mode lies next to it. `ms-varlen train` sees that its plan differs from the saved one and plans what
+remains of the epoch again. No array of our checkpoints is as long as the context (rotary tables and masks are made from
 the recipe), which is checked.
 """
 
@@ -31,13 +31,13 @@ _NO_PART_OF_THE_NET = ("initializer_range", "max_position_embeddings", "sliding_
 def convert(
     source: Path, destination: Path, mode: Mode, recipe: Path | None, progress: Callable[[int, int], None]
 ) -> dict[str, Any]:
-    """Write a run folder of another mode that `ms-varlen train` goes on from.
+    """Write a run folder of another mode that `ms-varlen train` resumes.
 
     Args:
         source: a step folder of ours, or a run folder: its newest.
         destination: the run folder to make.
         mode: of the new checkpoint.
-        recipe: to go on with; by default the source's, with its sizes translated as `translation` does.
+        recipe: to resume with; by default the source's, with its sizes translated as `translation` does.
         progress: called with bytes written and bytes in all.
     Returns:
         what was written, for people and `--json`.
@@ -76,7 +76,7 @@ def convert(
 def _write_run_files(folder: Path, step: StepFolder, target: Recipe, output_dir: Path) -> None:
     """The recipe, and the metrics up to the checkpoint's step where there are any."""
     values = target.resolved()
-    # Training goes on in the new folder, or beside it, and never in the source's runs.
+    # Training resumes in the new folder, or next to it, and never in the source's runs.
     values["checkpoint"] |= {"resume": "auto", "output_dir": str(output_dir)}
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     (folder / RECIPE_FILE).write_text(text, encoding="utf-8")
@@ -87,7 +87,7 @@ def _write_run_files(folder: Path, step: StepFolder, target: Recipe, output_dir:
 
 
 def _continuation(destination: Path, mode: Mode) -> str:
-    """The folder that `train_with` writes to: the new one where its name is that of a run, else a new run beside it."""
+    """The folder that `train_with` writes to: the new one if it is named like a run, else a new run next to it."""
     runs = run_folders(destination.parent, mode)
     if destination in runs:
         return str(destination)

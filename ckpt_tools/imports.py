@@ -1,7 +1,7 @@
 """Weights from elsewhere as a checkpoint of ours, which `model.init_from` takes and every tool here reads.
 
 It has the mode "imported": no place in a plan. With moments, `ckpt-tools convert --to MODE --recipe R` makes it one
-that training goes on from.
+that training resumes from.
 """
 
 import json

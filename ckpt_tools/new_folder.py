@@ -1,7 +1,7 @@
 """A new folder, whole or not at all: room is looked for first, and a kill leaves no half of it under its name.
 
-Everything is written into a hidden folder beside, fsynced, and renamed at the end. What a kill leaves there is removed
-by the next command that writes beside it; a lock tells it from one that is still being written.
+Everything is written into a hidden folder next to it, fsynced, and renamed at the end. What a kill leaves is removed
+by the next command that writes in the same place; a lock tells it from one that is still being written.
 """
 
 import contextlib

@@ -124,7 +124,7 @@ def tokenizer_of(weights: Weights) -> Path | None:
 
 
 def _run_recipe(weights: Weights) -> dict[str, dict[str, Any]]:
-    """Sections of the recipe beside one of our checkpoints, as training wrote them; nothing where there is none.
+    """Sections of the recipe next to one of our checkpoints, as training wrote them; empty if there is none.
 
     Not checked: the files that it names need not be where a checkpoint is exported.
     """

@@ -15,7 +15,7 @@ _LEARNED_POSITIONS = re.compile(r"(?:^|\.)(?:wpe|embed_positions|position_embedd
 
 
 def without_buffers(tensors: Mapping[str, StoredTensor], side: str) -> tuple[dict[str, StoredTensor], list[str]]:
-    """The tensors without what a model makes anew for its own context (rotary tables, causal masks), and those names.
+    """The tensors without those that a model makes for its own context (rotary tables, causal masks), and those names.
 
     Raises:
         CheckpointError: a learned table of positions, which no decoder here has.

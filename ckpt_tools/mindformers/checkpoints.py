@@ -4,7 +4,7 @@
     new      latest_checkpointed_iteration.txt, iteration_00000016/PREFIX-model-0000000-0000001.safetensors,
              PREFIX-opt-..., common.json
 
-An export has a `config.json` and a `mindformers_model.yaml` beside, so the way back needs no other file.
+An export holds a `config.json` and a `mindformers_model.yaml`, so the way back needs no other file.
 """
 
 import json
@@ -44,7 +44,7 @@ _COUNTERS = (
     *("epoch_num", "step_num", GLOBAL_STEP, "global_batch_size", "loss_scale", "scale_sense"),
     *("current_iterator_step", "last_overflow_iterator_step", "learning_rate", "beta1_power", "beta2_power"),
 )
-"""What a training of MindFormers keeps beside weights and moments; only `global_step` has a place here."""
+"""Entries of a MindFormers checkpoint other than weights and moments; only `global_step` has a place here."""
 
 
 def open_mindformers(
@@ -54,7 +54,7 @@ def open_mindformers(
 
     Args:
         path: a file, a rank's folder, a folder of ranks, an iteration's folder, a training's output folder.
-        config: see `read_config`; by default the files that `export_mindformers` leaves beside.
+        config: see `read_config`; by default the files that `export_mindformers` writes next to it.
         qkv: rows of fused q, k and v; by default as the config says, else interleaved.
         mlp: rows of fused gate and up; likewise.
         strategy: how tensors were cut over ranks; see `merged_tensors`.
@@ -135,7 +135,7 @@ def no_names_of_mindformers(found: Mapping[str, object], where: str) -> str:
 
 
 def config_beside(path: Path) -> Path | None:
-    """The file that says a checkpoint's model: one that `export_mindformers` leaves beside, or a `config.json`."""
+    """The file that says a checkpoint's model: one that `export_mindformers` writes next to it, or a `config.json`."""
     for folder in (path, *list(path.parents)[:2]):
         for name in (MODEL_YAML, CONFIG_FILE):
             if (folder / name).is_file():

@@ -41,7 +41,7 @@ def check_micro_batch(
         lengths: [B] ints, the samples' lengths by id, in the order of the plan.
         edges: [2, B] ints, the samples' first and last token ids.
         seq_length: the longest segment allowed, in tokens.
-        whole_rows: a sample's segment goes on to the end of its padded row; else it ends with the sample.
+        whole_rows: a sample's segment reaches the end of its padded row; otherwise it ends with the sample.
     Raises:
         DataError: a column is missing.
         LengthsError: dtype, sum, order, ends, size or labels disagree; the message gives the place.

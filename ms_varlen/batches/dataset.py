@@ -1,4 +1,4 @@
-"""Micro-batches as a MindSpore data set, prepared beside the training step.
+"""Micro-batches as a MindSpore data set, prepared while the step before them trains.
 
 One item is one micro-batch: the columns of `ms_varlen.batches.layout`, checked against the store, and those that the
 attention body in use asks for. One worker thread prepares them ahead: more are slower here (46 s for ten early stops

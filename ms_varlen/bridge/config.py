@@ -1,4 +1,4 @@
-"""The keys of `train_dataset.data_loader` with `type: VarlenDataLoader`. Imports neither MindSpore nor MindFormers."""
+"""The keys of `train_dataset.data_loader` with `type: VarlenDataLoader`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -57,7 +57,7 @@ KEYS = {
 
 
 class LoaderConfig(BaseModel):
-    """What our loader is told in a MindFormers YAML."""
+    """The settings of our loader in a MindFormers YAML."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -66,7 +66,7 @@ class VarlenDataLoader:
                 keys["dataset_dir"] = dataset_dir
             feed = open_feed(keys, column_names, batch_size, shard_id or 0, num_shards or 1)
         except VarlenError as error:
-            # MindFormers makes the error anew from its text, which other classes do not take.
+            # MindFormers builds a new error from its text, which other classes do not take.
             raise DataError(str(error)) from error
         remember(feed)
         return GeneratorDataset(

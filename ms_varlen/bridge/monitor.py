@@ -111,7 +111,7 @@ class VarlenMonitor(Callback):
 
         Raises:
             RecipeError: a setting would train on wrong lengths or labels, or twice on the same samples.
-            CheckpointError: training goes on from a step of another plan or of other data.
+            CheckpointError: training resumes from a step of another plan or of other data.
         """
         params, feed = run_context.original_args(), self._feed
         faults = network_faults(feed.config, feed.columns, params.train_network)

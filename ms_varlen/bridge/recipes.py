@@ -1,4 +1,4 @@
-"""One of our recipes as a complete YAML of MindFormers: `ms-varlen mindformers-recipe`. Imports no MindFormers.
+"""One of our recipes as a complete YAML of MindFormers: `ms-varlen mindformers-recipe`.
 
 Rows, labels and order of samples are those that `ms-varlen train` would use: the loader's keys come from the recipe.
 The model is MindFormers': its core (mcore) Qwen3, or its legacy Llama. What a recipe of ours does not say, sizes of the
@@ -291,7 +291,7 @@ def _checkpoints(recipe: Recipe, family: Family) -> dict[str, Any]:
     return {
         "checkpoint": {
             "load_path": "",
-            "no_load_optim": True,  # False goes on from a checkpoint of MindFormers, at its place in the plan
+            "no_load_optim": True,  # False resumes from a checkpoint of MindFormers, at its place in the plan
             "save_path": str(recipe.checkpoint.output_dir / "checkpoint"),
             "save_max": recipe.checkpoint.keep,
             "save_interleaved_steps": recipe.checkpoint.every or recipe.train.steps,

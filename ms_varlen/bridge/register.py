@@ -2,8 +2,8 @@
 
 1. In a start script, before `Trainer`: ``from ms_varlen.bridge.register import register; register()``.
 2. Without any code: ``export REGISTER_PATH=.../ms_varlen/bridge`` (the folder of this file) and
-   ``auto_register: register.VarlenDataLoader`` beside ``type: VarlenDataLoader``, the same for the monitor. MindFormers
-   then copies this file and takes the class from it, so nothing here may depend on where it lies.
+   ``auto_register: register.VarlenDataLoader`` next to ``type: VarlenDataLoader``, the same for the monitor.
+   MindFormers then copies this file and takes the class from it, so nothing here may depend on where it lies.
 """
 
 from ms_varlen.bridge.install import require_mindformers

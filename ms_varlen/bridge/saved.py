@@ -44,7 +44,7 @@ def set_aside(*paths: Path) -> list[Path]:
 
 
 def check_plan(folder: Path, steps: int, plans: EpochPlans, place: PlanState, data_fingerprint: str) -> None:
-    """Refuse to go on where a step count would mean other samples than those that were trained.
+    """Refuse to resume if a step count would mean other samples than those that were trained.
 
     Other settings are fine where the same samples were trained by then: as many packed rows a step on more or fewer
     ranks, say. The rest of the epoch is then trained under the new settings.

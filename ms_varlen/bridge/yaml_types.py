@@ -1,4 +1,4 @@
-"""Whether the settings that are checked have their types, so that the checks can read them. Imports no MindFormers."""
+"""Whether the settings that are checked have their types, so that the checks can read them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

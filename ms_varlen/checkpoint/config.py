@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class CheckpointConfig(BaseModel):
-    """Where a run writes, how often it saves, and what it goes on from."""
+    """Where a run writes, how often it saves, and from where it resumes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -21,6 +21,6 @@ class CheckpointConfig(BaseModel):
     )
     resume: Literal["auto", "never"] | Path = Field(
         default="auto",
-        description="auto: go on with the newest run; never: start from scratch in a numbered folder; "
-        "a folder step_NNNNNNNN: go on from exactly this checkpoint",
+        description="auto: resume the newest run; never: start from scratch in a numbered folder; "
+        "a folder step_NNNNNNNN: resume from exactly this checkpoint",
     )

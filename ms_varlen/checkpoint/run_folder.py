@@ -1,13 +1,13 @@
-"""Which folder a run writes to, and what it goes on from.
+"""The folder that a run writes to, and the checkpoint that it resumes from.
 
 `<output_dir>/<mode>` is the first run of a mode, `<output_dir>/<mode>-2` the second, and so on; nothing is overwritten.
 
 `checkpoint.resume` decides:
 
-- `auto`: the run with the highest number goes on at its newest checkpoint, or at step 0 when it was killed before its
+- `auto`: the run with the highest number resumes at its newest checkpoint, or at step 0 when it was killed before its
   first one; without a run, the first begins;
 - `never`: a run begins at step 0, in a new numbered folder when there are runs already;
-- a folder `step_NNNNNNNN`: exactly this checkpoint goes on. In its own run folder when it is the newest there and the
+- a folder `step_NNNNNNNN`: resumes exactly this checkpoint: in its own run folder if it is the newest there and the
   folder is one of this `output_dir` and mode; else in a new numbered folder that begins with it (hard links, or copies
   on another disk) and with the metrics up to its step. So newer checkpoints and other folders stay as they are.
 
@@ -87,7 +87,7 @@ def open_run(
     expected_shapes: Shapes | None = None,
     data_fingerprint: str | None = None,
 ) -> Run:
-    """The folder to write to, locked, and the checkpoint to go on from, loaded and verified.
+    """The folder to write to, locked, and the checkpoint to resume from, loaded and verified.
 
     Args:
         config: the `checkpoint` section.

@@ -1,4 +1,4 @@
-"""The `data` section of a recipe. Imports neither MindSpore nor the tokenizers package."""
+"""The `data` section of a recipe."""
 
 import dataclasses
 import re

@@ -1,1 +1,1 @@
-"""What the graph is told about sizes: declarations, compile watch, compile cache."""
+"""Sizes that graphs accept: declarations, compile watch, compile cache."""

@@ -113,7 +113,7 @@ def compile_cache(setting: str, name: str) -> Iterator[CacheUse]:
         warm = _is_whole(folder)
         if not warm and folder.exists():
             logger.warning(
-                "[SHAPE-CACHE] %s does not hold what was kept there: it is removed, and compiled anew", folder
+                "[SHAPE-CACHE] %s does not hold what was kept there: it is removed, and compiled again", folder
             )
             _remove(folder)
         working = folder if warm else Path(tempfile.mkdtemp(prefix=f"{name}.tmp-", dir=root))

@@ -1,4 +1,4 @@
-"""Counts compiled graphs: none is compiled unnoticed, and a storm of them stops. Imports no MindSpore.
+"""Counts compiled graphs: none is compiled unnoticed, and a storm of them stops.
 
 A count costs a `len`.
 """

@@ -1,4 +1,4 @@
-"""The `shapes` and `graph` sections of a recipe. Imports no MindSpore."""
+"""The `shapes` and `graph` sections of a recipe."""
 
 from typing import Literal
 
@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class ShapesConfig(BaseModel):
-    """Which sizes of the token axis T the graph is told; lengths are values and never need a size of their own."""
+    """The sizes of the token axis T that the graph accepts. Lengths are values and never need a size of their own."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -1,4 +1,4 @@
-"""What `set_inputs` is told, made from a `TokenShapes`.
+"""The arguments of `set_inputs`, made from a `TokenShapes`.
 
 Columns are named with one letter per axis: `T` tokens, `G` attention segments, `?` any size. All are int32::
 

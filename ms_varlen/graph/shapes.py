@@ -1,4 +1,4 @@
-"""`TokenShapes`, the one declaration of sizes that the batcher and `set_inputs` both use. Imports no MindSpore.
+"""`TokenShapes`, the one declaration of sizes that the batcher and `set_inputs` both use.
 
 Axis letters: `T` tokens of a micro-batch on one axis, `G` attention segments on T (sequences, and what padding forms)::
 
@@ -77,7 +77,7 @@ class TokenShapes:
         return shapes
 
     def of_size(self, size: int) -> "TokenShapes":
-        """One of the static sizes alone: what one graph is told."""
+        """The declaration of one graph: one of the static sizes alone."""
         return TokenShapes("static", size, size, self.divisor, self.max_segments)
 
     def as_range(self) -> "TokenShapes":

@@ -1,4 +1,4 @@
-"""What a decoder looks like (`model.config`), and the recipe's `model` section. Imports no MindSpore."""
+"""What a decoder looks like (`model.config`), and the recipe's `model` section."""
 
 import math
 from collections.abc import Callable

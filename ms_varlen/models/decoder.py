@@ -113,7 +113,7 @@ class MLP(nn.Cell):
 
 
 class DecoderLayer(nn.Cell):
-    """Attention and feed-forward block, each after a norm and beside a residual path.
+    """Attention and feed-forward block, each after a norm, with a residual path.
 
     The last update is left to whoever adds it: [T, H] and its pending update -> the same. Adding goes with the norm
     that follows, in one pass over memory.

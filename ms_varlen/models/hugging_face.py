@@ -1,4 +1,4 @@
-"""Decoders from a Hugging Face `config.json`, and back. Imports no MindSpore.
+"""Decoders from a Hugging Face `config.json`, and back.
 
 What decides the numbers is read, what we do not compute is refused by name, and the rest of the file (dropout of other
 modules, generation settings, versions) is passed over. A key that is absent means what transformers' class of the

@@ -1,4 +1,4 @@
-"""Rotary frequencies and how a longer context scales them. Imports no MindSpore."""
+"""Rotary frequencies and how a longer context scales them."""
 
 from typing import Any, Literal
 

@@ -1,6 +1,6 @@
 """`varlen_attention`, and the lengths it reads, made on the host.
 
-    columns = attention_columns(lens)                         # NumPy, beside the data loader
+    columns = attention_columns(lens)                         # NumPy, in the data loader
     lengths = attention_inputs(columns)                       # the tuple that the call takes
     out_TND = varlen_attention(q_TND, k_TND, v_TND, lengths)  # in any Cell, graph mode or PyNative
 
@@ -119,7 +119,7 @@ def declared_columns(body: str, tokens: int | None = None) -> dict[str, Tensor]:
 
 
 def declared_batch(shapes: TokenShapes) -> tuple[Tensor, ...]:
-    """What `cell.set_inputs(*...)` is told for all columns of a micro-batch, in the order of the data set.
+    """The arguments of `cell.set_inputs(*...)` for all columns of a micro-batch, in the order of the data set.
 
     So a cell with ``construct(self, input_ids, labels, position_ids, seq_lens, *lengths)`` takes a data set's items as
     they are, in `mindspore.train.Model` too, and compiles once.

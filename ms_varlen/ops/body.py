@@ -1,4 +1,4 @@
-"""Which body computes the operators: picked once from the device target, said once in the log.
+"""Which body computes the operators: picked once from the device target and logged once.
 
 | body | where | what |
 |---|---|---|

@@ -68,7 +68,7 @@ def dense_attention(q_TND, k_TND, v_TND, lengths):
     q = _rows_of_heads(ops.cast(q_TND, ms.float32), rows, row_length, 1)
     k = _rows_of_heads(ops.cast(k_TND, ms.float32), rows, row_length, heads // k_TND.shape[1])
     v = _rows_of_heads(ops.cast(v_TND, ms.float32), rows, row_length, heads // k_TND.shape[1])
-    # A masked score is so low that its weight is exactly 0 beside any other. In a row of masked scores alone all
+    # A masked score is so low that its weight is exactly 0 next to any other. In a row of masked scores alone all
     # weights are equal, so that output is multiplied by 0, and its gradient with it.
     visible = ops.cast(ops.expand_dims(attend, 1), ms.float32)
     scores = ops.matmul(q * size**-0.5, k.transpose(0, 1, 3, 2)) + (visible - 1.0) * -MASKED_SCORE

@@ -3,7 +3,7 @@
 The library lies in `$XDG_CACHE_HOME` (or `~/.cache`) under `ms_varlen/kernels/<key>/`, where the key covers sources,
 compiler, flags and processor: a folder shared by different machines never serves one the code of another. However many
 processes start at once, one compiles and the others wait for it. Without a compiler that works there is no library,
-which is said once, and callers use their plain reference. Compiling takes about 6 s; finding again a few milliseconds.
+which is logged once, and callers use their plain reference. Compiling takes about 6 s; finding it again milliseconds.
 
 The sources name no processor's instructions. They ran on x86-64 with AVX-512, AVX2 and SSE2 (GCC 11 and 12, Clang 22),
 and on aarch64 under emulation only.
@@ -95,7 +95,7 @@ def _find_or_build(compiler: list[str]) -> Path:
 
 
 def _build(command: list[str], library: Path) -> None:
-    """Compile beside, then rename: whoever has a damaged library mapped keeps it, and nobody sees half of one."""
+    """Compile, then rename: a process keeps the damaged library that it has mapped, and none sees half of one."""
     logger.info("compiling the CPU kernels with %s into %s", command[0], library.parent)
     sources = sorted(str(path) for path in SOURCE_DIR.glob("*.cc"))
     fresh = library.with_suffix(".new")
@@ -118,7 +118,7 @@ def _run(command: list[str]) -> str:
 
 
 def _is_whole(library: Path) -> bool:
-    """Whether the library is there and has the checksum that was written beside it."""
+    """Whether the library is there and has the checksum in the file next to it."""
     checksum = _checksum_file(library)
     return library.is_file() and checksum.is_file() and checksum.read_text() == _file_hash(library)
 

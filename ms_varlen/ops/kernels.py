@@ -128,7 +128,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _operator(library: Path, name: str, inputs: list, outputs: list, bprop: Callable | None = None) -> ops.Custom:
-    """The C++ function `name` as an operator; its shapes come from the C++ function `name`InferShape beside it."""
+    """The C++ function `name` as an operator; its shapes come from the C++ function `name`InferShape."""
     info = CustomRegOp(name)
     for i in range(len(inputs)):
         info = info.input(i, f"in{i}")

@@ -25,7 +25,7 @@ class StepProfiler:
             self._profile.start()
 
     def after(self, step: int, last: bool) -> None:
-        """Called after each step; `last` ends a record that would go on."""
+        """Called after each step; `last` ends a record that would continue."""
         if self._steps is not None and self._profile is not None and (step == self._steps[1] or last):
             self._profile.stop()
             self._profile = None

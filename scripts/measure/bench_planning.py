@@ -1,4 +1,4 @@
-"""Measure packing, bucketing and whole plans beside the alternatives, in one run on one machine.
+"""Measure packing, bucketing and whole plans next to the alternatives, in one run on one machine.
 
 Each contender gets a process of its own, for its peak memory, and the same lengths: lognormal, median 180, sigma 1.0453
 (P99 2048), clipped to 1..4096, seed 0. TRL is optional: without it (`pip install trl`) its rows say so.

@@ -1,7 +1,7 @@
 """Plants every fault that people make, and prints which code names it, who found it, and how long that took.
 
 python scripts/measure/fault_table.py                 # the table
-python scripts/measure/fault_table.py --mutations 300 # beside it: random mutations that no check was written for
+python scripts/measure/fault_table.py --mutations 300 # also: random mutations that no check was written for
 """
 
 import argparse
@@ -52,7 +52,7 @@ def show(name: str, expected: tuple[str, str | None], found: Found) -> bool:
 def main() -> int:
     """Print the table; 1 when a fault was not found or misnamed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mutations", type=int, default=0, help="random mutations to try beside the table")
+    parser.add_argument("--mutations", type=int, default=0, help="random mutations to try after the table")
     parser.add_argument("--only", help="the row with this name alone")
     options = parser.parse_args()
     os.environ.setdefault("GLOG_v", "3")  # before MindSpore is loaded

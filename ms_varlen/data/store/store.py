@@ -4,7 +4,7 @@ A store lies at ``<store_dir>/<fingerprint>/``; the fingerprint hashes the sourc
 settings that decide samples, `seq_length` and the format version, so any other setting is another store and a store is
 never changed. What files hold is remembered in ``<store_dir>/file_memory.json`` while their sizes and times stay as
 they were: a source or a store of 1 GB costs seconds once, milliseconds from then on. How a store is written, and what a
-kill leaves, is told in `ms_varlen.data.store.build`. Opening takes 1 ms and no memory per sample.
+kill leaves, is explained in `ms_varlen.data.store.build`. Opening takes 1 ms and no memory per sample.
 """
 
 import json

@@ -39,7 +39,7 @@ _TAGGED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Around what {% generation %} encloses, in a rendering; Unicode keeps these code points out of text.
 _START, _END = "\ufdd0generation\ufdd1", "\ufdd1generation\ufdd0"
 _END_OF_REASONING = "</think>"
-# Words that no prompt goes on with, by a code point that Unicode keeps out of text.
+# Words that follow no prompt, by a code point that Unicode keeps out of text.
 _OTHER_WORDS = "\ufdd2"
 _WHOLE_TAGS = re.compile(r"(?:<[^<>\s]+>\s*)*")
 
@@ -160,8 +160,8 @@ class ChatTemplate:
     ) -> int:
         """Where the words of `messages[number]` begin in `text`; the prompt for them is `opened`.
 
-        A prompt may go on with what the conversation does not have, e.g. the beginning of a reasoning, and the words
-        may begin as that does: ``<b>`` as ``<think>``. The same conversation with other words tells the two apart.
+        A prompt may continue with text that the conversation does not have, e.g. the beginning of a reasoning, and the
+        words may begin like it: ``<b>`` like ``<think>``. The same conversation with other words tells the two apart.
         """
         end = _common(opened, text)
         if end == len(opened):

@@ -2,8 +2,8 @@
 
 Each contender is a process of its own (`bench_process`). Those of a group are in memory at once: in each round every
 one of them runs the same step of the recipe's plan, from the same initial weights, while the others wait; the order is
-rotated from round to round. Groups follow one another, ours first, and each runs the main contender anew. NumPy's and
-MindSpore's matrix products take their turn too and give the machine's rate. Imports no MindSpore.
+rotated from round to round. Groups follow one another, ours first, and each runs the main contender again. NumPy's and
+MindSpore's matrix products take their turn too and give the machine's rate.
 """
 
 import contextlib
@@ -135,7 +135,7 @@ class Arena:
         self._workers: dict[str, Any] = {}
 
     def run(self, on_round: Callable[[], None]) -> None:
-        """Everything, one group after another; a contender that fails is out, and the rest go on.
+        """Everything, one group after another; a contender that fails is out, and the rest continue.
 
         Args:
             on_round: told that a round is done.
@@ -278,7 +278,7 @@ class Arena:
             self.ranks = {"ranks": self.settings.ranks, "error": str(error)}
 
     def comparable(self, name: str) -> results.Steps:
-        """A contender's steps with their seconds as beside our own contenders, whatever its group."""
+        """A contender's steps with their seconds as if measured in the group of our own contenders."""
         group = self.contenders[name].group
         if group == OURS_GROUP:
             return self.steps[name]

@@ -1,7 +1,4 @@
-"""The bench: the same steps by several contenders in turns, in one run on one machine; see `bench_arena` for the turns.
-
-Imports no MindSpore.
-"""
+"""The bench: the same steps by several contenders in turns, in one run on one machine; see `arena` for the turns."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Who takes part in a bench, and how each of our own lays out the steps. Imports no MindSpore.
+"""Who takes part in a bench, and how each of our own lays out the steps.
 
 The steps are those of the recipe's plan: the same samples for everybody. Adding a contender of our own is a row in
 `OURS` and its case in `contender_workload`; a peer is a row in `PEERS` and its module. A step of samples [5 6 7] [8 9]
@@ -48,7 +48,7 @@ class Contender:
     Attributes:
         label: for people.
         module: what its process runs.
-        variant: what the module is told to be.
+        variant: the variant of the module.
         needs: packages that must be installed.
         install: the command that brings them.
         baseline: others are compared with it.
@@ -234,7 +234,7 @@ def middle_step(workload: Workload, parts: Parts) -> int:
 
 
 def in_rows(parts: Parts) -> Parts:
-    """The steps dealt out anew, in micro-batches of as many samples as give the fewest empty rows."""
+    """The steps dealt out again, in micro-batches of as many samples as give the fewest empty rows."""
     steps = [np.concatenate(step) for step in parts]
     rows = _fewest_empty_rows([ids.size for ids in steps])
     return [[ids[start : start + rows] for start in range(0, ids.size, rows)] for ids in steps]

@@ -2,7 +2,7 @@
 
 So contenders take turns step by step while each keeps its own libraries, threads, compile cache and memory. Both ends
 are here: `Worker` starts a process and asks it, `serve` answers inside it. One JSON object a line goes each way; the
-worker's other output goes to its log file. Imports no MindSpore.
+worker's other output goes to its log file.
 
     python -m ms_varlen.diagnose.bench.process ms_varlen.diagnose.bench.worker
 """
@@ -24,7 +24,7 @@ Answer = Callable[..., Reply]
 
 
 class WorkerError(VarlenError):
-    """A contender that could not be started or could not go on; the bench leaves it out and says why."""
+    """A contender that could not be started or could not continue; the bench leaves it out and says why."""
 
 
 class Worker:

@@ -1,7 +1,7 @@
 """How long several ranks of one machine take to start, compile cache cold and warm: the main contender under `msrun`.
 
 Each rank trains two steps of its part of the plan, gradients summed over the ranks. Their losses are compared: a rank
-that loads another's graphs must compute the bits that it did with its own. Imports no MindSpore before a rank runs.
+that loads another's graphs must compute the bits that it did with its own.
 """
 
 import json
@@ -17,7 +17,7 @@ from ms_varlen.diagnose.bench.contenders import MAIN
 from ms_varlen.diagnose.bench.process import Reply, WorkerError
 
 START_SECONDS = 600
-# In a folder of its own: Python looks for modules beside the script first, and here some have names of its library's.
+# In a folder of its own: Python looks for modules next to the script first, and here some have names of its library's.
 SCRIPT = """\
 import pathlib
 from ms_varlen.diagnose.bench.ranks import run_rank

@@ -116,7 +116,7 @@ def as_beside(steps: Steps, reference: Steps, reference_there: Steps) -> Steps:
 
     Args:
         steps: of a contender.
-        reference: of the reference beside it.
+        reference: of the reference in the same group.
         reference_there: of the reference in the other group.
     Returns:
         the steps that all three ran, their seconds times the ratio of the reference's.

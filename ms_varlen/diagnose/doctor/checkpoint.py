@@ -1,4 +1,4 @@
-"""What the doctor says about a run folder: the checkpoint that training would go on from, and the steps it skipped.
+"""Checks of a run folder: the checkpoint that training would resume from, and the steps it skipped.
 
 The rules are those of `load_to_go_on`, which training goes by, without a lock and without a change on disk.
 """
@@ -22,7 +22,7 @@ SHOWN_SAMPLES = 8
 
 
 def checkpoint_checks(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]], data_fingerprint: str) -> Iterator[Check]:
-    """What lies in the recipe's output folder, whether a run would go on from it, and what its last run skipped.
+    """What lies in the recipe's output folder, whether a run would resume from it, and what its last run skipped.
 
     Args:
         recipe: the recipe.
@@ -50,7 +50,7 @@ def checkpoint_checks(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]], dat
 def _checkpoint_check(
     path: Path, recipe: Recipe, shapes: Mapping[str, tuple[int, ...]], data_fingerprint: str
 ) -> Check:
-    """The first reason why training would not go on from a checkpoint; green where it would."""
+    """The first reason why training would not resume from a checkpoint; green if it would."""
     try:
         _, replanned = load_to_go_on(path, recipe.mode, recipe.resolved(), (shapes, data_fingerprint))
     except VarlenError as error:

@@ -1,4 +1,4 @@
-"""What the doctor says about the machine: versions that belong together, compiler, CANN. Imports no MindSpore."""
+"""Checks of the machine: versions that belong together, compiler, CANN."""
 
 import importlib.metadata
 import os

@@ -84,7 +84,7 @@ def measure(workload: Workload) -> Timing:
     graphs = TrainingGraphs(workload, target)
     begin = time.perf_counter()
     compile_graphs(recipe.graph.model_copy(update={"compile_cache": "off"}), graphs)
-    compiled = (time.perf_counter() - begin) / max(graphs.predicted - 1, 1)  # apply is small beside the rest
+    compiled = (time.perf_counter() - begin) / max(graphs.predicted - 1, 1)  # apply is small next to the rest
     batches = MicroBatches(workload.store.train, workload.layout, workload.store.pad_id, graphs.attention.columns)
     steps, waits = [], []
     plan = workload.plans.epoch(0)
@@ -100,7 +100,7 @@ def measure(workload: Workload) -> Timing:
 
 
 def _step(graphs: TrainingGraphs, batches: MicroBatches, parts: list[np.ndarray]) -> tuple[float, float]:
-    """Seconds of one step, and of them for making its batches (which training does beside the step)."""
+    """Seconds of one step, and of them for making its batches (which training does during the step)."""
     begin = time.perf_counter()
     micro_batches = [batches.micro_batch(ids) for ids in parts]
     waited = time.perf_counter() - begin

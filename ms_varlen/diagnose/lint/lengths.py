@@ -80,7 +80,7 @@ def _from_row_start(part: np.ndarray, row: int, width: int) -> np.ndarray:
 
 
 def _by_row_finding(name: str, ends: np.ndarray, count: int, width: int) -> Finding | None:
-    """Ends on one axis that do not go with the rows: counted anew in each, or reaching from one into the next."""
+    """Ends on one axis that do not fit the rows: counted from 0 in each, or reaching from one row into the next."""
     back = np.flatnonzero(np.diff(ends) < 0)
     if count > 1 and back.size == count - 1 and (ends[back] == width).all() and ends[-1] == width:
         i = int(back[0]) + 1

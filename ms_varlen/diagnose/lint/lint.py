@@ -84,7 +84,7 @@ def _restarts(rows: Rows, positions: np.ndarray) -> list[Segments]:
 
 
 def _lone_position_findings(rows: Rows, positions: np.ndarray) -> list[Finding]:
-    """Positions that neither go on by one nor restart, where no lengths say where samples begin.
+    """Positions that neither continue by one nor restart, where no lengths say where samples begin.
 
     Padding may have any: without a mask or a pad id, only what lies between targets is judged.
     """

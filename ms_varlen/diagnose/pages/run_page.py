@@ -284,7 +284,7 @@ def _floats(values: Iterable[float | None]) -> np.ndarray:
 
 
 def render(template: str, **values: Any) -> str:
-    """A page from one of the templates beside this module; text is escaped."""
+    """A page from one of the templates of this room; text is escaped."""
     environment = Environment(
         loader=PackageLoader("ms_varlen.diagnose.pages"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
