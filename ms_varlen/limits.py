@@ -6,5 +6,14 @@ IGNORE_INDEX = -100
 MAX_SEGMENTS = 1024
 """Most segments of a call of FlashAttentionScore in TND layout.
 
-Source: mindspore.ops.flash_attention_score (2.9), ``actual_seq_qlen``.
+Source, here and below: mindspore.ops.flash_attention_score (2.9).
 """
+
+MAX_HEADS = 256
+"""Most query heads of FlashAttentionScore."""
+
+MAX_HEAD_DIM = 512
+"""Largest head size of FlashAttentionScore."""
+
+HEAD_DIM_MULTIPLE = 16
+"""A head size of FlashAttentionScore is a multiple of this."""

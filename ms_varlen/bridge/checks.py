@@ -21,6 +21,7 @@ from ms_varlen.bridge.run_checks import parallel_faults, run_faults
 from ms_varlen.bridge.yaml_types import section, type_faults
 from ms_varlen.data.tokens.tokenizers import open_tokenizer
 from ms_varlen.errors import RecipeError, VarlenError
+from ms_varlen.limits import IGNORE_INDEX
 
 DEFAULT_LENGTHS = {True: 2048, False: 4096}
 """`seq_length` of MindFormers' legacy Llama, and of its core Qwen3, where the YAML gives none."""
@@ -234,7 +235,7 @@ def _dynamic_faults(
             f"{MODEL}.seq_length: must be >= {longest}, what dynamic_batch pads {settings.seq_length} tokens to, got "
             f"{model_length}; set it to {longest}"
         )
-    pads, wanted = dataset.get("pad_token_id"), {"labels": -100, "loss_mask": 0}
+    pads, wanted = dataset.get("pad_token_id"), {"labels": IGNORE_INDEX, "loss_mask": 0}
     fits = isinstance(pads, list) and len(pads) == len(columns) and all(type(pad) is int for pad in pads)
     if not fits or any(pad != wanted.get(name, max(pad, 0)) for name, pad in zip(columns, pads or (), strict=True)):
         shown = ["the tokenizer's" if name == "input_ids" else wanted.get(name, 0) for name in columns]

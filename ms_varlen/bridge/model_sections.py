@@ -3,6 +3,7 @@
 from typing import Any, Literal
 
 from ms_varlen.errors import CheckpointError
+from ms_varlen.limits import IGNORE_INDEX
 from ms_varlen.models.config import DecoderConfig
 
 Family = Literal["qwen3", "llama"]
@@ -106,7 +107,7 @@ def _llama(
         "seq_length": row_length,
         "max_position_embedding": row_length,
         "pad_token_id": pad_id,
-        "ignore_token_id": -100,
+        "ignore_token_id": IGNORE_INDEX,
         "input_sliced_sig": True,
         "use_past": False,
         "use_flash_attention": not on_cpu,

@@ -19,6 +19,7 @@ from ms_varlen.bridge.model_sections import Family, model_section
 from ms_varlen.bridge.run_checks import TASK_TYPE
 from ms_varlen.data.tokens.tokenizers import open_tokenizer
 from ms_varlen.errors import RecipeError
+from ms_varlen.limits import IGNORE_INDEX
 from ms_varlen.models.config import DecoderConfig
 from ms_varlen.recipe.recipe import Recipe
 
@@ -244,7 +245,7 @@ def _dataset(recipe: Recipe, row_length: int, pad_id: int, auto_register: bool) 
             sizes = {"divisor": recipe.shapes.divisor, "remainder": REMAINDER}
             dataset |= {"dynamic_batch": True, **sizes}
             loader |= sizes
-            dataset["pad_token_id"] = [pad_id, -100, 0]
+            dataset["pad_token_id"] = [pad_id, IGNORE_INDEX, 0]
     return dataset | {
         "num_parallel_workers": 1,
         "python_multiprocessing": False,

@@ -14,10 +14,8 @@ from mindspore import Tensor, ops
 from mindspore.ops.primitive import constexpr
 
 from ms_varlen.errors import RecipeError
+from ms_varlen.limits import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, MAX_HEADS
 
-MAX_HEADS = 256
-MAX_HEAD_DIM = 512
-HEAD_DIM_MULTIPLE = 16
 DTYPES = ("float16", "bfloat16")
 
 RIGHT_DOWN_CAUSAL = 3

@@ -9,7 +9,7 @@ from typing import Any
 
 from ms_varlen.data.config import BYTES, PYDOC, DataConfig, missing_files
 from ms_varlen.faults import Fault, shown
-from ms_varlen.limits import MAX_SEGMENTS
+from ms_varlen.limits import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, MAX_HEADS, MAX_SEGMENTS
 from ms_varlen.models.config import DecoderConfig
 from ms_varlen.modes import Mode
 from ms_varlen.recipe.sizes import Listed, Sizes
@@ -248,14 +248,16 @@ def _shortest_fits(min_tokens: int, seq_length: int) -> Iterator[Fault]:
 def _heads_fit_ascend(target: str, config: DecoderConfig) -> Iterator[Fault]:
     if target != "Ascend":
         return
-    if config.head_dim % 16 or config.head_dim > 512:
+    if config.head_dim % HEAD_DIM_MULTIPLE or config.head_dim > MAX_HEAD_DIM:
         yield Fault(
             "model.config.head_dim",
-            f"must be a multiple of 16 and <= 512 on Ascend, got {config.head_dim}; change it or hidden_size",
+            f"must be a multiple of {HEAD_DIM_MULTIPLE} and <= {MAX_HEAD_DIM} on Ascend, got {config.head_dim}; "
+            "change it or hidden_size",
         )
-    if config.num_attention_heads > 256:
+    if config.num_attention_heads > MAX_HEADS:
         yield Fault(
-            "model.config.num_attention_heads", f"must be <= 256 on Ascend, got {config.num_attention_heads}; lower it"
+            "model.config.num_attention_heads",
+            f"must be <= {MAX_HEADS} on Ascend, got {config.num_attention_heads}; lower it",
         )
 
 
