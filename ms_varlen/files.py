@@ -58,8 +58,8 @@ def locked(path: Path, wait: bool = True) -> Iterator[bool]:
     """Hold an exclusive lock on a file, which is made if missing.
 
     The file stays: removing it would let two processes lock two files of the same name. This is flock rather than the
-    filelock package, because a run folder's lock file also names its holder, a forked child shares the lock, ranks share
-    a folder under a shared lock, and ckpt-tools locks a folder itself.
+    filelock package: a run folder's lock file also names its holder, a forked child shares the lock, ranks share a
+    folder under a shared lock, and ckpt-tools locks a folder itself.
 
     Args:
         path: the lock file.
