@@ -154,10 +154,8 @@ def test_a_checkpoint_of_another_recipe_is_named(recipe, tmp_path):
     (folder / "model.safetensors").unlink()
     gone = examine(recipe, [f"checkpoint.output_dir={tmp_path}"], probe=False)
     assert gone["codes"] == ["CKPT-CORRUPT"]
-    assert (
-        "model.safetensors is missing; copy all files of the checkpoint; start from scratch with checkpoint.resume=never"
-        in str(gone["checks"])
-    )
+    way_out = "copy all files of the checkpoint; start from scratch with checkpoint.resume=never"
+    assert f"model.safetensors is missing; {way_out}" in str(gone["checks"])
     (folder / "manifest.json").write_text("{}")
     assert "CKPT-CORRUPT" in examine(recipe, [f"checkpoint.output_dir={tmp_path}"], probe=False)["codes"]
 
