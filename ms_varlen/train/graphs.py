@@ -94,21 +94,6 @@ class Accumulated:
         return self.loss_sum / max(self.supervised, 1)
 
 
-@dataclasses.dataclass(frozen=True)
-class StepResult:
-    """What came of a step.
-
-    Attributes:
-        accumulated: losses and supervised tokens of all ranks.
-        norm: global L2 norm of the gradient before clipping; 0 without supervised tokens.
-        applied: the step was finite and has changed the weights.
-    """
-
-    accumulated: Accumulated
-    norm: float
-    applied: bool
-
-
 class TrainingGraphs:
     """A model with its training graphs, fed with micro-batches as dicts of arrays.
 
@@ -243,10 +228,11 @@ class TrainingGraphs:
             np.array([float(loss.asnumpy()) for loss in losses]), sum(one.supervised for one in micro_batches)
         )
 
-    def step(self, micro_batches: Sequence[MicroBatch], rate: float) -> StepResult:
+    def step(self, micro_batches: Sequence[MicroBatch], rate: float) -> Accumulated:
         """Train one step of one process. With ranks the loop adds up over them between the two calls."""
         accumulated = self.accumulate_all(micro_batches)
-        return StepResult(accumulated, *self.apply(rate, accumulated))
+        self.apply(rate, accumulated)
+        return accumulated
 
     def apply(self, rate: float, accumulated: Accumulated) -> tuple[float, bool]:
         """Apply the accumulated gradient. Return its global norm, and whether it was finite and applied.

@@ -118,7 +118,7 @@ class OwnContender:
         return {"seconds": time.perf_counter() - begin, "tokens": columns["input_ids"].size}
 
     def _train(self, micro_batches: list[MicroBatch], rate: float) -> float:
-        return self.graphs.step(micro_batches, rate).accumulated.loss
+        return self.graphs.step(micro_batches, rate).loss
 
     def stream(self, steps: int) -> Reply:
         """Train on steps one after another from the data set, as training does; the share of time that it waits."""
